@@ -1,0 +1,409 @@
+"""Run experiments that may fault, each in a process of its own, and always get a typed outcome.
+
+An illegal address poisons a CUDA context for good, an interpreter overrun can end Python, and lifted code can
+hang. A supervisor process starts the experiments: simulated ones as forks that have torch and triton imported
+already, CUDA ones and those with environment variables of their own in fresh interpreters. If the caller
+dies, the supervisor kills the experiments; if the supervisor dies, the caller kills them.
+
+A time limit and the end of an arm kill its whole process group. A descendant that starts a session of its own
+leaves that group and is not found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specmortem import _nursery
+from specmortem.errors import BadInputError, UnavailableError
+
+Device = Literal["sim", "cuda"]
+Kind = Literal[
+    "value",
+    "illegal-address",
+    "device-assert",
+    "cuda-error",
+    "signal",
+    "timeout",
+    "out-of-memory",
+    "python-error",
+]
+STDERR_TAIL = 4000  # characters of an `Ended`
+STDERR_READ = 1 << 16  # bytes that the kind of an abort is judged on
+MOST_PARALLEL = 8
+GRACE_S = 10.0  # for the supervisor to kill its children and leave
+
+# Every message of a CUDA error advertises "device-side assertions", so only the triggered assert counts.
+CUDA_TEXTS: tuple[tuple[Kind, str], ...] = (
+    ("illegal-address", r"illegal memory access|cudaErrorIllegalAddress|CUDA_ERROR_ILLEGAL_ADDRESS"),
+    ("device-assert", r"device-side assert\b|cudaErrorAssert\b|CUDA_ERROR_ASSERT\b"),
+    ("out-of-memory", r"CUDA\b.*\bout of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"),
+    (
+        "cuda-error",
+        r"CUDA (driver )?error\b|Triton Error \[CUDA\]|cudaError[A-Z]|CUDA_ERROR_[A-Z]"
+        r"|misaligned address|unspecified launch failure",
+    ),
+)
+CUDA_CODES: Mapping[int, Kind] = {2: "out-of-memory", 700: "illegal-address", 710: "device-assert"}
+HOST_MEMORY = r"std::bad_alloc|can't allocate memory"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One experiment: `target`, "package.module:function", called with `kwargs` in a process of its own.
+
+    The function returns what JSON can hold. `timeout_s` counts from the start of the process. On `sim` the
+    process has TRITON_INTERPRET=1. An arm with its own `env` takes seconds to start, not milliseconds.
+    Raises BadInputError for a field that cannot be used.
+    """
+
+    target: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    timeout_s: float = 60.0
+    device: Device = "sim"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what would fail only in the child."""
+        _check_target(self.target)
+        if self.device not in get_args(Device):
+            raise BadInputError(f"arm {self.label}: device {self.device!r} is not 'sim' or 'cuda'")
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise BadInputError(
+                f"arm {self.label}: timeout_s is {self.timeout_s}; give a number of seconds above 0"
+            )
+        _check_env(self)
+        self.request(None)
+
+    @property
+    def label(self) -> str:
+        """How messages and progress call the arm."""
+        return self.name or self.target
+
+    def request(self, memory_bytes: int | None) -> str:
+        """What the child is told, as JSON."""
+        try:
+            return json.dumps(
+                {
+                    "target": self.target,
+                    "kwargs": dict(self.kwargs),
+                    "timeout_s": self.timeout_s,
+                    "device": self.device,
+                    "env": dict(self.env),
+                    "memory_bytes": memory_bytes if self.device == "sim" else None,
+                }
+            )
+        except (TypeError, ValueError, RecursionError) as error:
+            way_out = "pass plain lists, dicts, numbers and text"
+            raise BadInputError(
+                f"arm {self.label}: JSON cannot hold its kwargs ({error}); {way_out}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an arm ended: `value` for kind "value", else `message`: an exception's text or a signal's name."""
+
+    arm: Arm
+    kind: Kind
+    value: Any = None
+    message: str = ""
+    stderr_tail: str = ""
+    seconds: float = 0.0
+
+
+def run_arm(arm: Arm, *, memory_bytes: int | None = None) -> Ended:
+    """Run one arm; see `run_arms`."""
+    return run_arms([arm], memory_bytes=memory_bytes)[0]
+
+
+def run_arms(
+    arms: Iterable[Arm],
+    *,
+    parallel: int | None = None,
+    progress: bool = False,
+    memory_bytes: int | None = None,
+    on_end: Callable[[Ended], None] | None = None,
+) -> list[Ended]:
+    """Run each arm in a process of its own; the outcomes are in the order of `arms`.
+
+    `parallel` simulated arms run at a time (by default one a CPU, at most 8), and one CUDA arm.
+    `memory_bytes` is what a simulated arm may map on top of what importing torch and triton maps.
+    `on_end` is called in this thread, as each arm ends; `progress` shows a bar where stderr is a terminal.
+    Raises BadInputError for arguments that cannot be used, UnavailableError when no process or no temporary
+    folder can be had.
+    """
+    arms = list(arms)
+    limits: dict[Device, int] = {"sim": _parallel(parallel), "cuda": 1}
+    if memory_bytes is not None and memory_bytes < 1:
+        raise BadInputError(
+            f"memory_bytes is {memory_bytes}; give a positive number of bytes, or None for no limit"
+        )
+    requests = [arm.request(memory_bytes) for arm in arms]
+    if not arms:
+        return []
+    ended: dict[int, Ended] = {}
+    with _supervisor() as supervisor, _bar(len(arms), progress) as advance:
+        for index, end in _outcomes(supervisor, arms, requests, limits):
+            ended[index] = end
+            advance()
+            if on_end is not None:
+                on_end(end)
+    return [ended[index] for index in range(len(arms))]
+
+
+def _outcomes(
+    supervisor: _Supervisor, arms: Sequence[Arm], requests: Sequence[str], limits: Mapping[Device, int]
+) -> Iterator[tuple[int, Ended]]:
+    """Keep `limits` arms of each device running; yields (index, outcome) as they end."""
+    waiting = {device: deque(i for i, arm in enumerate(arms) if arm.device == device) for device in limits}
+
+    def start(device: Device) -> None:
+        if waiting[device]:
+            index = waiting[device].popleft()
+            supervisor.start(index, requests[index])
+
+    for device, limit in limits.items():
+        for _ in range(limit):
+            start(device)
+    pending = set(range(len(arms)))
+    while pending:
+        report = supervisor.next_report()
+        if report is None:
+            break
+        index = report["index"]
+        pending.remove(index)
+        start(arms[index].device)
+        yield index, supervisor.collect(arms[index], report)
+    for index in sorted(pending):
+        yield index, supervisor.lost(arms[index])
+
+
+class _Supervisor:
+    """The caller's hold on the supervisor process, and on the folder through which they exchange files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "supervisor-stderr"
+        reports, write = os.pipe()
+        self.reports = os.fdopen(reports, encoding="utf-8")
+        try:
+            self.process = self._launch(write)
+        except OSError as error:
+            self.reports.close()
+            raise UnavailableError(f"cannot start a process for experiments: {error}") from error
+        finally:
+            os.close(write)
+
+    def _launch(self, reports: int) -> subprocess.Popen[bytes]:
+        """In a session of its own, so that Ctrl-C reaches only the caller."""
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                _nursery.command("supervise", str(reports), str(self.folder)),
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                pass_fds=(reports,),
+                start_new_session=True,
+            )
+
+    def start(self, index: int, request: str) -> None:
+        """Ask for one arm; that a dead supervisor does not hear is noticed at the next report."""
+        arm_folder = self.folder / str(index)
+        arm_folder.mkdir()
+        (arm_folder / "request.json").write_text(request, encoding="utf-8")
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(f"{index}\n".encode())
+
+    def next_report(self) -> dict[str, Any] | None:
+        """The next outcome; None when the supervisor is gone."""
+        line = self.reports.readline()
+        return cast("dict[str, Any]", json.loads(line)) if line.endswith("\n") else None
+
+    def collect(self, arm: Arm, report: Mapping[str, Any]) -> Ended:
+        """The outcome that a report and the files of its arm amount to; removes the files."""
+        folder = self.folder / str(report["index"])
+        stderr = _end_of(folder / "stderr")
+        kind, value, message = _judge(arm, report, folder / "record.json", stderr)
+        shutil.rmtree(folder, ignore_errors=True)
+        return Ended(arm, kind, value, message, stderr[-STDERR_TAIL:], report.get("seconds", 0.0))
+
+    def lost(self, arm: Arm) -> Ended:
+        """The outcome of an arm whose supervisor is gone."""
+        how = _exit_text(self.process.wait())
+        message = f"the supervisor process {how} before this arm ended; run the arm again"
+        return Ended(arm, "python-error", message=message, stderr_tail=_end_of(self.log)[-STDERR_TAIL:])
+
+    def close(self) -> None:
+        """End the supervisor and, should it not have done so itself, whatever it started."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.reports.close()
+        for pid in self.folder.glob("*/pid"):
+            with suppress(OSError, ValueError):
+                _nursery.kill_group(int(pid.read_text()))
+
+
+@contextmanager
+def _supervisor() -> Iterator[_Supervisor]:
+    """A supervisor process for the length of a block."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="specmortem-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot make a temporary folder ({error}); set TMPDIR to one with space"
+        ) from error
+    with folder as path:
+        supervisor = _Supervisor(Path(path))
+        try:
+            yield supervisor
+        finally:
+            supervisor.close()
+
+
+@contextmanager
+def _bar(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr if wanted and stderr is a terminal; yields what to call as each arm ends."""
+    console = Console(stderr=True)
+    columns = (TextColumn("arms"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not (wanted and console.is_terminal)) as progress:
+        task = progress.add_task("arms", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _judge(arm: Arm, report: Mapping[str, Any], record: Path, stderr: str) -> tuple[Kind, Any, str]:
+    """(kind, value, message) of an ended arm."""
+    code = report["code"]
+    if code is None:
+        return "python-error", None, report["message"]
+    if report["timed_out"]:
+        return "timeout", None, f"killed after {arm.timeout_s:g} s"
+    if code < 0:
+        kind = death_kind(-code, stderr, oom_killed=report["oom_killed"])
+        return kind, None, signal_name(-code)
+    if code > 0 or not record.exists():
+        return (
+            "python-error",
+            None,
+            f"the process {_exit_text(code)} without an outcome; its target ended Python itself",
+        )
+    return _read_record(record)
+
+
+def _read_record(path: Path) -> tuple[Kind, Any, str]:
+    """(kind, value, message) that the child wrote down."""
+    try:
+        if path.stat().st_size > _nursery.RECORD_LIMIT:
+            raise ValueError(f"it has more than {_nursery.RECORD_LIMIT} bytes")
+        record = json.loads(path.read_bytes())
+        if set(record) == {"value"}:
+            return "value", record["value"], ""
+        kind = exception_kind(record["types"], record["message"], record["code"])
+        return kind, None, str(record["message"])
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        return "python-error", None, f"the outcome that the process left cannot be read: {error}"
+
+
+def exception_kind(types: Sequence[str], message: str, code: int | None = None) -> Kind:
+    """Kind of an exception in the child.
+
+    `types` are the qualified names of its class and bases, `code` the number of a CUDA runtime error.
+    """
+    if "builtins.MemoryError" in types or "torch.OutOfMemoryError" in types:
+        return "out-of-memory"
+    if "builtins.RuntimeError" not in types:
+        return "python-error"
+    if re.search(HOST_MEMORY, message):
+        return "out-of-memory"
+    return CUDA_CODES.get(code or 0) or cuda_text_kind(message) or "python-error"
+
+
+def death_kind(number: int, stderr: str, *, oom_killed: bool = False) -> Kind:
+    """Kind of a death by a signal; an abort is as good as the error that stderr names."""
+    if oom_killed:
+        return "out-of-memory"
+    if number != signal.SIGABRT:
+        return "signal"
+    return "out-of-memory" if re.search(HOST_MEMORY, stderr) else cuda_text_kind(stderr) or "signal"
+
+
+def cuda_text_kind(text: str) -> Kind | None:
+    """Kind of the CUDA error that a text tells of; None when it tells of none."""
+    return next((kind for kind, pattern in CUDA_TEXTS if re.search(pattern, text)), None)
+
+
+def signal_name(number: int) -> str:
+    """For example SIGSEGV."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _exit_text(code: int) -> str:
+    """What happened to a process, for the middle of a sentence."""
+    return f"died by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
+
+
+def _end_of(path: Path) -> str:
+    """The end of a stderr file, if any, less the long list of modules that faulthandler closes with."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - STDERR_READ))
+            text = file.read(STDERR_READ).decode(errors="replace")
+    except OSError:
+        return ""
+    return re.sub(r"^Extension modules: .*\n?", "", text, flags=re.MULTILINE)
+
+
+def _check_target(target: str) -> None:
+    """Raises BadInputError unless `target` can be imported by another process."""
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", target):
+        raise BadInputError(f"target {target!r} is not of the form 'package.module:function'")
+    if target.startswith("__main__:"):
+        raise BadInputError(
+            f"target {target!r} cannot be imported by another process; move the function to a module"
+        )
+
+
+def _check_env(arm: Arm) -> None:
+    """Raises BadInputError unless the arm's variables are text that an environment can hold."""
+    for name, value in arm.env.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise BadInputError(f"arm {arm.label}: env {name!r}: names and values must be text")
+        if not name or "=" in name or "\0" in name + value:
+            raise BadInputError(
+                f"arm {arm.label}: env {name!r} is not a variable that an environment can hold"
+            )
+
+
+def _parallel(parallel: int | None) -> int:
+    """How many simulated arms run at a time."""
+    if parallel is None:
+        return min(MOST_PARALLEL, os.cpu_count() or 1)
+    if parallel < 1:
+        raise BadInputError(f"parallel is {parallel}; give at least 1")
+    return parallel
