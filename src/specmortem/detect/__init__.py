@@ -1,0 +1,1 @@
+"""Detectors: memory bounds of Triton kernels, on a machine without a GPU."""
