@@ -1,0 +1,257 @@
+"""Speculative state of a gated delta net: which stored state does a request go on from?
+
+With drafts in flight a recurrent layer keeps one state per position: request n owns the state slots
+`state_indices[n, 0 … K]`, and the state after its i-th token of the last step lies in column i. How many of those
+tokens were accepted is known later, so the next step looks its initial state up in column `num_accepted[n] - 1`.
+
+`before` trusts the count, as the released kernels do (`fused_sigmoid_gating_delta_rule_update_kernel`,
+vllm/model_executor/layers/fla/ops/fused_sigmoid_gating.py:103 in 0.22.1; `_causal_conv1d_update_kernel`,
+vllm/model_executor/layers/mamba/ops/causal_conv1d.py:852): a count of 0 reads the last column of the row before, for
+row 0 the word before the tensor, and any positive number found there is taken for a state slot. `after` uses a count
+only when 1 <= num_accepted <= K + 1 and gives zeros otherwise, so that no stale output row survives.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from specmortem.errors import BadInputError
+
+Arm = Literal["before", "after"]
+
+
+def reference(
+    query: torch.Tensor,  # float32 [N, T, D]
+    key: torch.Tensor,  # float32 [N, T, D]
+    value: torch.Tensor,  # float32 [N, T, D]
+    gate: torch.Tensor,  # float32 [N, T], log of the decay
+    beta: torch.Tensor,  # float32 [N, T]
+    states: torch.Tensor,  # float32 [P, D, D], row = value, column = key; updated in place
+    state_indices: torch.Tensor,  # int32 [N, C], C = K + 1 columns
+    num_accepted: torch.Tensor,  # int32 [N]
+) -> torch.Tensor:
+    """Outputs float32 [N, T, D] of the gated delta rule, token by token; the contract of `after`."""
+    requests, tokens, _ = query.shape
+    columns = state_indices.shape[1]
+    out = torch.zeros_like(query)
+    for n in range(requests):
+        accepted = int(num_accepted[n])
+        if not 1 <= accepted <= columns or int(state_indices[n, accepted - 1]) <= 0:
+            continue
+        state = states[int(state_indices[n, accepted - 1])].clone()
+        for t in range(tokens):
+            state = state * gate[n, t].exp()
+            correction = (value[n, t] - state @ key[n, t]) * beta[n, t]
+            state = state + torch.outer(correction, key[n, t])
+            out[n, t] = state @ query[n, t]
+            if int(state_indices[n, t]) > 0:
+                states[int(state_indices[n, t])] = state
+    return out
+
+
+@triton.jit
+def _delta_steps(query, key, value, gate, beta, out, states, indices, request, state, T, D: tl.constexpr):
+    """The recurrence over the T tokens of one request, from `state` [D, D]; states are stored column by column."""
+    d = tl.arange(0, D)
+    tile = d[:, None] * D + d[None, :]
+    for t in range(T):
+        at = (request * T + t) * D + d
+        k = tl.load(key + at)
+        state = state * tl.exp(tl.load(gate + request * T + t))
+        correction = (tl.load(value + at) - tl.sum(state * k[None, :], 1)) * tl.load(beta + request * T + t)
+        state = state + correction[:, None] * k[None, :]
+        tl.store(out + at, tl.sum(state * tl.load(query + at)[None, :], 1))
+        kept = tl.load(indices + t).to(tl.int64)
+        if kept > 0:
+            tl.store(states + kept * D * D + tile, state)
+
+
+@triton.jit
+def gated_delta_before(
+    query,
+    key,
+    value,
+    gate,
+    beta,
+    out,
+    states,
+    state_indices,
+    num_accepted,
+    row_stride,
+    T,
+    C: tl.constexpr,
+    D: tl.constexpr,
+):
+    request = tl.program_id(0)
+    d = tl.arange(0, D)
+    indices = state_indices + request * row_stride
+    column = tl.load(num_accepted + request).to(tl.int64) - 1
+    index = tl.load(indices + column).to(tl.int64)
+    if index <= 0:
+        return
+    state = tl.load(states + index * D * D + d[:, None] * D + d[None, :])
+    _delta_steps(query, key, value, gate, beta, out, states, indices, request, state, T, D)
+
+
+@triton.jit
+def gated_delta_after(
+    query,
+    key,
+    value,
+    gate,
+    beta,
+    out,
+    states,
+    state_indices,
+    num_accepted,
+    row_stride,
+    T,
+    C: tl.constexpr,
+    D: tl.constexpr,
+):
+    request = tl.program_id(0)
+    d = tl.arange(0, D)
+    indices = state_indices + request * row_stride
+    accepted = tl.load(num_accepted + request).to(tl.int64)
+    in_row = (accepted >= 1) & (accepted <= C)  # guard: accepted count
+    index = tl.load(indices + accepted - 1, mask=in_row, other=0).to(tl.int64)
+    if index <= 0:
+        for t in range(T):
+            tl.store(out + (request * T + t) * D + d, tl.zeros((D,), tl.float32))
+        return
+    state = tl.load(states + index * D * D + d[:, None] * D + d[None, :])
+    _delta_steps(query, key, value, gate, beta, out, states, indices, request, state, T, D)
+
+
+def conv_reference(
+    conv_states: torch.Tensor,  # float32 [P, L, D], L = width - 1 + K tokens of history
+    line_indices: torch.Tensor,  # int32 [N]
+    num_accepted: torch.Tensor,  # int32 [N]
+    width: int,
+) -> torch.Tensor:
+    """The width - 1 tokens before the first new one, float32 [N, width - 1, D]; zeros for a count out of range."""
+    columns = conv_states.shape[1] - width + 2
+    out = torch.zeros(line_indices.shape[0], width - 1, conv_states.shape[2])
+    for n, line in enumerate(line_indices.tolist()):
+        offset = int(num_accepted[n]) - 1
+        if line > 0 and 0 <= offset < columns:
+            out[n] = conv_states[line, offset : offset + width - 1]
+    return out
+
+
+@triton.jit
+def conv_window_before(
+    conv_states,
+    line_indices,
+    num_accepted,
+    out,
+    line_stride,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+):
+    request = tl.program_id(0)
+    d = tl.arange(0, D)
+    line = tl.load(line_indices + request).to(tl.int64)
+    if line <= 0:
+        return
+    offset = tl.load(num_accepted + request).to(tl.int64) - 1
+    for w in range(W - 1):
+        history = tl.load(conv_states + line * line_stride + (offset + w) * D + d)
+        tl.store(out + (request * (W - 1) + w) * D + d, history)
+
+
+@triton.jit
+def conv_window_after(
+    conv_states,
+    line_indices,
+    num_accepted,
+    out,
+    line_stride,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+):
+    request = tl.program_id(0)
+    d = tl.arange(0, D)
+    line = tl.load(line_indices + request).to(tl.int64)
+    offset = tl.load(num_accepted + request).to(tl.int64) - 1
+    in_line = (line > 0) & (offset >= 0) & (offset < C)  # guard: conv offset
+    for w in range(W - 1):
+        history = tl.load(
+            conv_states + line * line_stride + (offset + w) * D + d, mask=in_line & (d < D), other=0.0
+        )
+        tl.store(out + (request * (W - 1) + w) * D + d, history)
+
+
+KERNELS = {"before": gated_delta_before, "after": gated_delta_after}
+CONV_KERNELS = {"before": conv_window_before, "after": conv_window_after}
+
+
+def launch(
+    arm: Arm,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    out: torch.Tensor,
+    states: torch.Tensor,
+    state_indices: torch.Tensor,
+    num_accepted: torch.Tensor,
+    kernel: Any = None,
+) -> None:
+    """Update `states` in place and write `out`; shapes as in `reference`.
+
+    Raises BadInputError when shapes or strides do not fit.
+    """
+    requests, tokens, width = query.shape
+    columns = state_indices.shape[1]
+    if not (key.shape == value.shape == out.shape == query.shape) or states.shape[1:] != (width, width):
+        raise BadInputError(f"query, key, value and out must be one shape, states [P, {width}, {width}]")
+    if state_indices.shape[0] < requests or num_accepted.shape[0] < requests or tokens > columns:
+        raise BadInputError(
+            f"{requests} requests of {tokens} tokens need as many rows and columns of state_indices"
+        )
+    if not all(t.is_contiguous() for t in (query, key, value, gate, beta, out, states)):
+        raise BadInputError("gated_delta_state.launch needs contiguous tensors")
+    (kernel or KERNELS[arm])[(requests,)](
+        query,
+        key,
+        value,
+        gate,
+        beta,
+        out,
+        states,
+        state_indices,
+        num_accepted,
+        state_indices.stride(0),
+        tokens,
+        C=columns,
+        D=width,
+    )
+
+
+def conv_launch(
+    arm: Arm,
+    conv_states: torch.Tensor,
+    line_indices: torch.Tensor,
+    num_accepted: torch.Tensor,
+    out: torch.Tensor,
+    width: int,
+    kernel: Any = None,
+) -> None:
+    """Write the convolution window of each request into `out`; shapes as in `conv_reference`."""
+    _, length, channels = conv_states.shape
+    if out.shape != (line_indices.shape[0], width - 1, channels) or not conv_states.is_contiguous():
+        raise BadInputError(
+            f"out must be [{line_indices.shape[0]}, {width - 1}, {channels}], conv_states contiguous"
+        )
+    columns = length - width + 2
+    (kernel or CONV_KERNELS[arm])[(line_indices.shape[0],)](
+        conv_states, line_indices, num_accepted, out, conv_states.stride(0), C=columns, W=width, D=channels
+    )
