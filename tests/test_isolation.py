@@ -19,7 +19,7 @@ import pytest
 
 from specmortem import _nursery
 from specmortem.errors import BadInputError
-from specmortem.isolation import Arm, Ended, death_kind, exception_kind, run_arm, run_arms
+from specmortem.isolation import Arm, Device, Ended, death_kind, exception_kind, run_arm, run_arms
 
 HERE = Path(__file__).parent
 RUNTIME_ERROR = ["builtins.RuntimeError", "builtins.Exception"]
@@ -195,10 +195,18 @@ def test_simulated_arms_are_forks_of_one_single_threaded_supervisor() -> None:
     assert ends[0].value["parent"] != os.getpid()
 
 
-def test_cuda_arms_and_arms_with_variables_are_fresh_interpreters() -> None:
-    own = Arm("experiments:origin", env={"COLOUR": "red"})
-    cuda = Arm("experiments:origin", device="cuda")
-    assert [end.value["forked"] for end in run_arms([own, cuda])] == [False, False]
+@pytest.mark.parametrize("device", ["sim", "cuda"])
+def test_arms_with_variables_are_fresh_interpreters_and_others_forks(device: Device) -> None:
+    own = Arm("experiments:origin", device=device, env={"COLOUR": "red"})
+    plain = Arm("experiments:origin", device=device)
+    assert [end.value["forked"] for end in run_arms([own, plain])] == [False, True]
+
+
+def test_cuda_arms_may_run_side_by_side_where_asked() -> None:
+    ends = run_arms(
+        [Arm("experiments:lifetime", {"seconds": 0.5}, device="cuda") for _ in range(3)], cuda_parallel=3
+    )
+    assert most_at_once([end.value for end in ends]) >= 2
 
 
 def test_a_process_with_a_second_thread_may_not_fork() -> None:
@@ -206,7 +214,7 @@ def test_a_process_with_a_second_thread_may_not_fork() -> None:
     thread = threading.Thread(target=stop.wait)
     thread.start()
     try:
-        assert not _nursery.may_fork()
+        assert not _nursery.may_fork("experiments:give")
     finally:
         stop.set()
         thread.join()

@@ -24,12 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-SIM_ENVIRONMENT = {
-    "TRITON_INTERPRET": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+SIM_ENVIRONMENT = {"TRITON_INTERPRET": "1", **ONE_THREAD}
 RECORD_LIMIT = 64 << 20  # bytes of a record
 FILE_LIMIT = 1 << 30  # bytes of any file that an experiment writes
 MESSAGE_LIMIT = 4000  # characters of an exception's text
@@ -47,10 +43,10 @@ def command(*arguments: str) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Entry of both processes: `supervise REPORTS_FD FOLDER` and `experiment FOLDER SUPERVISOR_PID`."""
-    role, first, second = arguments
+    """Entry of both processes: `supervise REPORTS_FD FOLDER DEVICE` and `experiment FOLDER SUPERVISOR_PID`."""
+    role, first, second, *device = arguments
     if role == "supervise":
-        Supervisor(int(first), Path(second)).serve()
+        Supervisor(int(first), Path(second), *device).serve()
     else:
         experiment(Path(first), int(second))
 
@@ -83,15 +79,17 @@ class Child:
 class Supervisor:
     """Starts, times and reaps experiments; never creates a thread or a CUDA context, so that it may fork."""
 
-    def __init__(self, reports: int, folder: Path) -> None:
-        """`reports` is the file descriptor that outcomes are written to."""
-        self.folder = folder
+    def __init__(self, reports: int, folder: Path, device: str) -> None:
+        """`reports` is the file descriptor that outcomes are written to, `device` that of all the experiments."""
+        self.folder, self.device = folder, device
         self.inherited = dict(os.environ)
         self.reports = reports
         self.children: dict[int, Child] = {}
         self.unread = b""
         self.woken, self.waker = os.pipe()
-        os.environ.update(SIM_ENVIRONMENT)
+        os.environ.update(SIM_ENVIRONMENT if device == "sim" else ONE_THREAD)
+        if device == "cuda":
+            os.environ.pop("TRITON_INTERPRET", None)
 
     def serve(self) -> None:
         """Work until stdin ends or nobody reads the reports."""
@@ -134,7 +132,7 @@ class Supervisor:
         """Start one experiment, or report why it cannot be started."""
         folder = self.folder / str(index)
         request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-        forking = request["device"] == "sim" and not request["env"] and may_fork(request["target"])
+        forking = not request["env"] and may_fork(request["target"])
         began, oom_kills_before = time.monotonic(), oom_kills()
         try:
             pid = self.fork(folder) if forking else self.spawn(folder, request)

@@ -1,8 +1,9 @@
 """Run experiments that may fault, each in a process of its own, and always get a typed outcome.
 
 An illegal address poisons a CUDA context for good, an interpreter overrun can end Python, and lifted code can
-hang. A supervisor process starts the experiments: simulated ones as forks that have torch and triton imported
-already, CUDA ones and those with environment variables of their own in fresh interpreters. If the caller
+hang. A supervisor process for each device starts the experiments: as forks that have torch and triton imported
+already, those with environment variables of their own in fresh interpreters. It never touches CUDA and has one
+thread, so that a fork of it may; else it forks nothing and every experiment gets a fresh interpreter. If the caller
 dies, the supervisor kills the experiments; if the supervisor dies, the caller kills them.
 
 A time limit and the end of an arm kill its whole process group. A descendant that starts a session of its own
@@ -20,8 +21,8 @@ import signal
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -137,20 +138,22 @@ def run_arms(
     arms: Iterable[Arm],
     *,
     parallel: int | None = None,
+    cuda_parallel: int = 1,
     progress: bool = False,
     memory_bytes: int | None = None,
     on_end: Callable[[Ended], None] | None = None,
 ) -> list[Ended]:
     """Run each arm in a process of its own; the outcomes are in the order of `arms`.
 
-    `parallel` simulated arms run at a time (by default one a CPU, at most 8), and one CUDA arm.
+    `parallel` simulated arms run at a time (by default one a CPU, at most 8), and `cuda_parallel` CUDA arms: more than
+    one only where neither timing nor memory is the subject.
     `memory_bytes` is what a simulated arm may map on top of what importing torch and triton maps.
     `on_end` is called in this thread, as each arm ends; `progress` shows a bar where stderr is a terminal.
     Raises BadInputError for arguments that cannot be used, UnavailableError when no process or no temporary
     folder can be had.
     """
     arms = list(arms)
-    limits: dict[Device, int] = {"sim": _parallel(parallel), "cuda": 1}
+    limits: dict[Device, int] = {"sim": _parallel(parallel), "cuda": _parallel(cuda_parallel)}
     if memory_bytes is not None and memory_bytes < 1:
         raise BadInputError(
             f"memory_bytes is {memory_bytes}; give a positive number of bytes, or None for no limit"
@@ -159,8 +162,8 @@ def run_arms(
     if not arms:
         return []
     ended: dict[int, Ended] = {}
-    with _supervisor() as supervisor, _bar(len(arms), progress) as advance:
-        for index, end in _outcomes(supervisor, arms, requests, limits):
+    with _bar(len(arms), progress) as advance, closing(_outcomes(arms, requests, limits)) as outcomes:
+        for index, end in outcomes:
             ended[index] = end
             advance()
             if on_end is not None:
@@ -169,27 +172,36 @@ def run_arms(
 
 
 def _outcomes(
-    supervisor: _Supervisor, arms: Sequence[Arm], requests: Sequence[str], limits: Mapping[Device, int]
-) -> Iterator[tuple[int, Ended]]:
-    """Keep `limits` arms of each device running; yields (index, outcome) as they end."""
-    waiting = {device: deque(i for i, arm in enumerate(arms) if arm.device == device) for device in limits}
+    arms: Sequence[Arm], requests: Sequence[str], limits: Mapping[Device, int]
+) -> Generator[tuple[int, Ended], None, None]:
+    """(index, outcome) of each arm as it ends; one device after the other, each under a supervisor of its own."""
+    for device, limit in limits.items():
+        indices = [index for index, arm in enumerate(arms) if arm.device == device]
+        if indices:
+            with _supervisor(device) as supervisor:
+                yield from _supervised(supervisor, arms, requests, indices, limit)
 
-    def start(device: Device) -> None:
-        if waiting[device]:
-            index = waiting[device].popleft()
+
+def _supervised(
+    supervisor: _Supervisor, arms: Sequence[Arm], requests: Sequence[str], indices: Sequence[int], limit: int
+) -> Iterator[tuple[int, Ended]]:
+    """Keep `limit` arms running until all have ended."""
+    waiting, pending = deque(indices), set(indices)
+
+    def start() -> None:
+        if waiting:
+            index = waiting.popleft()
             supervisor.start(index, requests[index])
 
-    for device, limit in limits.items():
-        for _ in range(limit):
-            start(device)
-    pending = set(range(len(arms)))
+    for _ in range(limit):
+        start()
     while pending:
         report = supervisor.next_report()
         if report is None:
             break
         index = report["index"]
         pending.remove(index)
-        start(arms[index].device)
+        start()
         yield index, supervisor.collect(arms[index], report)
     for index in sorted(pending):
         yield index, supervisor.lost(arms[index])
@@ -198,8 +210,8 @@ def _outcomes(
 class _Supervisor:
     """The caller's hold on the supervisor process, and on the folder through which they exchange files."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, device: Device) -> None:
+        self.folder, self.device = folder, device
         self.log = folder / "supervisor-stderr"
         reports, write = os.pipe()
         self.reports = os.fdopen(reports, encoding="utf-8")
@@ -215,7 +227,7 @@ class _Supervisor:
         """In a session of its own, so that Ctrl-C reaches only the caller."""
         with self.log.open("wb") as log:
             return subprocess.Popen(
-                _nursery.command("supervise", str(reports), str(self.folder)),
+                _nursery.command("supervise", str(reports), str(self.folder), self.device),
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -268,7 +280,7 @@ class _Supervisor:
 
 
 @contextmanager
-def _supervisor() -> Iterator[_Supervisor]:
+def _supervisor(device: Device) -> Iterator[_Supervisor]:
     """A supervisor process for the length of a block."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="specmortem-", ignore_cleanup_errors=True)
@@ -277,7 +289,7 @@ def _supervisor() -> Iterator[_Supervisor]:
             f"cannot make a temporary folder ({error}); set TMPDIR to one with space"
         ) from error
     with folder as path:
-        supervisor = _Supervisor(Path(path))
+        supervisor = _Supervisor(Path(path), device)
         try:
             yield supervisor
         finally:
