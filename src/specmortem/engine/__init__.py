@@ -1,0 +1,1 @@
+"""The small parts of an engine that the incidents need."""

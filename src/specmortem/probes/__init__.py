@@ -1,0 +1,227 @@
+"""Probes: one cause, run on one subject, with small adversarial inputs, gives a verdict.
+
+`judge("v2-null-block", "vllm==0.24.0")` fetches what it needs of that release, runs the released function in a process
+of its own and returns a `Verdict`. What cannot be judged says why: an unreachable index, a function that the tree does
+not have, a cause that needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
+from specmortem.isolation import Arm, Ended, run_arms
+from specmortem.verdict import DeviceKind, Evidence, Verdict
+
+UTILS = "vllm/v1/spec_decode/utils.py"
+V2_SPECULATOR = "vllm/v1/worker/gpu/spec_decode/dflash/speculator.py"
+GATING = (
+    "vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py",
+    "vllm/model_executor/layers/fla/ops/fused_sigmoid_gating.py",
+)
+CONV = "vllm/model_executor/layers/mamba/ops/causal_conv1d.py"
+V1, V2 = "copy_and_expand_dflash_inputs_kernel", "prepare_dflash_inputs"
+REJECTION = "vllm/v1/sample/rejection_sampler.py"
+
+
+Needs = Literal["any", "interpreter", "cuda"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a probe needs.
+
+    `files` are groups of candidate paths, of which the first that exists in a tree is used; `functions` stand in them,
+    one a group. `also` is judged beside them where a tree has it: (path, function). `needs` says what runs the
+    kernels: any device, the interpreter with its bounds, or a GPU.
+    """
+
+    cause: str
+    incident: str
+    title: str
+    files: tuple[tuple[str, ...], ...]
+    functions: tuple[str, ...]
+    also: tuple[tuple[str, str], ...] = ()
+    needs: Needs = "any"
+    version: int = 1
+
+
+def _dflash(cause: str, title: str, path: str, function: str) -> Probe:
+    return Probe(cause, "dflash-oob", title, ((path,),), (function,))
+
+
+_ALL = (
+    _dflash("v1-rejected-equals-context", "V1: the last valid position of a request without one", UTILS, V1),
+    Probe(
+        "stale-block-id",
+        "dflash-oob",
+        "a block id behind the allocated prefix is used",
+        ((UTILS,),),
+        (V1,),
+        also=((V2_SPECULATOR, V2),),
+    ),
+    _dflash("v2-null-block", "V2: the null block is taken for a slot", V2_SPECULATOR, V2),
+    _dflash("v2-rejected-context-slots", "V2: rejected context rows keep their slots", V2_SPECULATOR, V2),
+    _dflash("v2-past-max-len", "V2: positions and lengths past max_model_len", V2_SPECULATOR, V2),
+    _dflash(
+        "v2-slot-past-max-len",
+        "V2: positions past max_model_len write into the last block",
+        V2_SPECULATOR,
+        V2,
+    ),
+    _dflash("v2-stale-tail", "V2: padded rows of a replayed graph reach live state", V2_SPECULATOR, V2),
+    Probe(
+        "gdn-unbounded-accepted",
+        "dflash-oob",
+        "an accepted count outside 1 … K + 1 indexes another row",
+        (GATING, (CONV,)),
+        ("fused_sigmoid_gating_delta_rule_update", "causal_conv1d_update"),
+        needs="interpreter",
+    ),
+    Probe(
+        "recovered-token-out-of-vocab",
+        "dflash-oob",
+        "a NaN row recovers a token id outside the vocabulary",
+        ((REJECTION,),),
+        ("sample_recovered_tokens_kernel",),
+        needs="cuda",
+    ),
+)
+CAUSES: dict[str, Probe] = {probe.cause: probe for probe in _ALL}
+
+
+def probe_of(cause: str) -> Probe:
+    """The probe of a cause.
+
+    Raises BadInputError that lists the known causes.
+    """
+    if cause not in CAUSES:
+        raise BadInputError(f"unknown cause {cause!r}; known causes: {', '.join(sorted(CAUSES))}")
+    return CAUSES[cause]
+
+
+def judge(cause: str, subject: str, *, device: DeviceKind | str = "sim", timeout_s: float = 120) -> Verdict:
+    """Verdict of one cause on one subject: `before`, `after`, `vllm==X`, `installed` or `tree:DIR`.
+
+    Raises BadInputError for an unknown cause or a malformed subject.
+    """
+    return judge_many([(cause, subject)], device=device, timeout_s=timeout_s)[0]
+
+
+def judge_many(
+    pairs: Sequence[tuple[str, str]],
+    *,
+    device: DeviceKind | str = "sim",
+    timeout_s: float = 120,
+    progress: bool = False,
+    on_end: Callable[[Ended], None] | None = None,
+) -> list[Verdict]:
+    """Verdicts in the order of `pairs`, judged in parallel processes; files are fetched first, once a subject."""
+    kind = device_kind(device)
+    verdicts: dict[int, Verdict] = {}
+    for subject in dict.fromkeys(s for _, s in pairs):
+        missing = _fetch(subject, {c for c, s in pairs if s == subject})
+        verdicts |= {i: missing[c] for i, (c, s) in enumerate(pairs) if s == subject and c in missing}
+    for i, (cause, _) in enumerate(pairs):
+        if probe_of(cause).needs == "cuda" and kind == "sim" and i not in verdicts:
+            verdicts[i] = Verdict.not_judged(
+                "needs a GPU: the interpreter's maximum treats NaN as numpy does", needs="cuda"
+            )
+    todo = [i for i in range(len(pairs)) if i not in verdicts]
+    arms = [_arm(*pairs[i], _runs_on(pairs[i][0], kind), timeout_s) for i in todo]
+    for i, ended in zip(todo, run_arms(arms, cuda_parallel=6, progress=progress, on_end=on_end), strict=True):
+        verdicts[i] = _verdict(ended)
+    return [verdicts[i] for i in range(len(pairs))]
+
+
+def device_kind(device: str) -> DeviceKind:
+    """The kind that `auto`, `sim` or `cuda` stands for on this machine.
+
+    Raises BadInputError for another word.
+    """
+    if device == "auto":
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "sim"
+    if device not in ("sim", "cuda"):
+        raise BadInputError(f"unknown device {device!r}; give sim, cuda or auto")
+    return "cuda" if device == "cuda" else "sim"
+
+
+def _runs_on(cause: str, kind: DeviceKind) -> DeviceKind:
+    return "sim" if probe_of(cause).needs == "interpreter" else kind
+
+
+def _fetch(subject: str, causes: Iterable[str]) -> dict[str, Verdict]:
+    """Bring the files of these causes into the cache; verdicts of those that cannot be judged."""
+    from specmortem import upstream
+
+    if subject in ("before", "after"):
+        return {}
+    missing: dict[str, Verdict] = {}
+    probes = [probe_of(c) for c in causes]
+    try:
+        tree = upstream.resolve(subject)
+    except UnavailableError as error:
+        return {p.cause: Verdict.not_judged(str(error)) for p in probes}
+    wanted: dict[str, list[str]] = {}
+    for probe in probes:
+        try:
+            found = [tree.first(list(group)) for group in probe.files]
+        except UnavailableError as error:
+            missing[probe.cause] = Verdict.not_judged(str(error))
+            continue
+        if None in found:
+            absent = probe.files[found.index(None)][0]
+            missing[probe.cause] = Verdict.not_judged(f"{subject} has no {absent}", absent=absent)
+            continue
+        wanted[probe.cause] = [path for path in found if path is not None]
+        wanted[probe.cause] += [path for path, _ in probe.also if tree.has(path)]
+    if not wanted:
+        return missing
+    try:
+        tree.fetch(sorted({path for paths in wanted.values() for path in paths}))
+        for cause in wanted:
+            _prefetch_closure(tree, CAUSES[cause], wanted[cause])
+    except SpecmortemError as error:
+        missing |= {cause: Verdict.not_judged(str(error)) for cause in wanted}
+    return missing
+
+
+def _prefetch_closure(tree: Any, probe: Probe, paths: list[str]) -> None:
+    """Hashing walks every module that lifting will need, so that the judging process needs no network."""
+    from specmortem import upstream
+
+    names = [*probe.functions, *(name for path, name in probe.also if path in paths)]
+    for path, name in zip(paths, names, strict=True):
+        try:
+            upstream.closure_hash(tree, path, name)
+        except upstream.NotPresentError:
+            continue
+
+
+def _arm(cause: str, subject: str, kind: DeviceKind, timeout_s: float) -> Arm:
+    return Arm(
+        target="specmortem.probes.dflash_oob:judge",
+        kwargs={"cause": cause, "subject": subject, "device": kind},
+        name=f"{cause} on {subject}",
+        timeout_s=timeout_s,
+        device=kind,
+    )
+
+
+def _verdict(ended: Ended) -> Verdict:
+    """A probe that ended otherwise than by a value: a GPU fault is a fault, anything else is not judged."""
+    if ended.kind == "value":
+        verdict = Verdict.from_dict(ended.value)
+        judged_on = "interpreter" if ended.arm.device == "sim" else "cuda"
+        return replace(
+            verdict,
+            evidence=replace(verdict.evidence, detail={**verdict.evidence.detail, "judged_on": judged_on}),
+        )
+    evidence = Evidence(reason=f"{ended.kind}: {ended.message}", detail={"stderr": ended.stderr_tail[-800:]})
+    if ended.kind in ("illegal-address", "device-assert"):
+        return Verdict("fault", evidence)
+    return Verdict("not-judged", evidence)

@@ -1,0 +1,1 @@
+"""Draft proposers, written once against the device interface."""
