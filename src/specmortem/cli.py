@@ -1,0 +1,210 @@
+"""The command line. Heavy imports happen inside the commands, so that help is instant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specmortem import __version__
+from specmortem.errors import BadInputError, SpecmortemError
+
+if TYPE_CHECKING:
+    from specmortem.report.batch import RunResult
+    from specmortem.verdict import Verdict
+
+DEVICES = click.Choice(["auto", "sim", "cuda"])
+INTERRUPTED = 130
+WORD_STYLE: Mapping[str, str] = {
+    "fault": "bold red",
+    "clean": "blue",
+    "passed": "blue",
+    "ok": "blue",
+    "failed": "bold red",
+    "could-not-run": "bold red",
+    "missing": "yellow",
+}
+
+
+class _Group(click.Group):
+    """Errors of this package become one line and exit code 2, Ctrl-C one line and 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SpecmortemError as error:
+            click.echo(f"specmortem: error: {error}", err=True)
+            ctx.exit(2)
+        except KeyboardInterrupt:
+            click.echo("specmortem: interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="specmortem")
+def main() -> None:
+    """Executable postmortems of speculative-decoding incidents in vLLM."""
+
+
+@main.command()
+@click.argument("slugs", metavar="[SLUG]...", nargs=-1)
+@click.option("--all", "every", is_flag=True, help="Every incident, then the overview.")
+@click.option("--device", type=DEVICES, default="auto", show_default=True)
+@click.option("--quick", is_flag=True, help="Fewer runs; for a first look.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("out"), show_default=True, metavar="DIR")
+@click.option(
+    "-p", "pairs", multiple=True, metavar="NAME=VALUE", help="A parameter of the notebook (JSON or text)."
+)
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Limit for each notebook."
+)
+@click.pass_context
+def run(
+    ctx: click.Context,
+    slugs: tuple[str, ...],
+    every: bool,
+    device: str,
+    quick: bool,
+    out: Path,
+    pairs: tuple[str, ...],
+    timeout: float | None,
+) -> None:
+    """Run postmortems and write DIR/SLUG/ (executed.ipynb, results.json, postmortem.html) and DIR/index.html.
+
+    The overview has the slug `overview`. Exit code: 0 all as expected, 1 an expectation broke, 2 a notebook
+    could not run; the highest of them counts.
+    """
+    params = _pairs(pairs)
+    chosen = _chosen(slugs, every)
+    from specmortem.report import batch
+
+    results = batch.run(
+        chosen, device, quick, out, params, timeout, say=lambda line: click.echo(line, err=True)
+    )
+    _print_runs(results)
+    click.echo(f"index: {out / 'index.html'}")
+    ctx.exit(max(result.exit_code for result in results))
+
+
+@main.command()
+@click.argument("executed", type=click.Path(path_type=Path), metavar="EXECUTED.ipynb")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="By default beside the notebook."
+)
+def render(executed: Path, out: Path | None) -> None:
+    """Render the page of an executed notebook again, from it and the results beside it."""
+    from specmortem.report import html
+
+    click.echo(html.render(executed, out))
+
+
+@main.command()
+@click.argument("cause")
+@click.option(
+    "--subject",
+    "subjects",
+    multiple=True,
+    default=("before", "after"),
+    show_default=True,
+    help="before, after, vllm==X, installed or tree:DIR; may be given more than once.",
+)
+@click.option("--device", type=DEVICES, default="auto", show_default=True)
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.pass_context
+def probe(ctx: click.Context, cause: str, subjects: tuple[str, ...], device: str, form: str) -> None:
+    """Judge subjects for one cause.
+
+    Exit code: 1 a subject faults, else 3 a subject could not be judged, else 0 all are clean on the inputs
+    tried.
+    """
+    from specmortem import probes
+
+    if cause not in probes.CAUSES:
+        raise BadInputError(f"no cause {cause!r}; known: {', '.join(sorted(probes.CAUSES))}")
+    verdicts = {subject: probes.judge(cause, subject, device=device) for subject in subjects}
+    if form == "json":
+        rows = [{"cause": cause, "subject": s, **v.as_dict()} for s, v in verdicts.items()]
+        click.echo(json.dumps(rows, indent=1, ensure_ascii=False))
+    else:
+        _print_verdicts(f"{cause}: {probes.CAUSES[cause].title}", verdicts)
+    outcomes = {verdict.outcome for verdict in verdicts.values()}
+    ctx.exit(1 if "fault" in outcomes else 3 if "not-judged" in outcomes else 0)
+
+
+@main.command()
+@click.pass_context
+def doctor(ctx: click.Context) -> None:
+    """Say what this machine can run, and why not the rest.
+
+    Exit code: 0 the CPU experiments can run, 1 something they need is missing.
+    """
+    from specmortem.doctor import examine
+
+    checks = examine()
+    _print_table(("check", "", "what it means"), [(c.name, c.word, c.meaning) for c in checks])
+    ctx.exit(int(any(check.required and check.word == "missing" for check in checks)))
+
+
+@main.command()
+def incidents() -> None:
+    """List the incidents."""
+    from specmortem import incident
+
+    loaded = [incident.load(slug) for slug in incident.all_slugs()]
+    _print_table(("slug", "grade", "what broke"), [(i.slug, i.grade, i.summary) for i in loaded])
+
+
+def _chosen(slugs: Sequence[str], every: bool) -> list[str]:
+    """The slugs to run, each once."""
+    from specmortem import incident
+
+    if every == bool(slugs):
+        known = ", ".join(incident.all_slugs())
+        raise BadInputError(f"give slugs or --all, not {'both' if every else 'neither'}; known: {known}")
+    return [*incident.all_slugs(), "overview"] if every else list(dict.fromkeys(slugs))
+
+
+def _pairs(pairs: Iterable[str]) -> dict[str, str]:
+    """NAME=VALUE arguments as a mapping."""
+    for pair in pairs:
+        if not pair.partition("=")[0].isidentifier() or "=" not in pair:
+            raise BadInputError(f"-p {pair}: expected NAME=VALUE")
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def _print_runs(results: Iterable[RunResult]) -> None:
+    rows = []
+    for result in results:
+        found = result.results.rows if result.results else ()
+        counts = [
+            str(sum(row.outcome == outcome for row in found)) for outcome in ("fault", "clean", "not-judged")
+        ]
+        rows.append((result.slug, result.status, *counts, f"{result.seconds:.0f} s", result.reason))
+    _print_table(("slug", "status", "fault", "clean", "not judged", "time", "reason"), rows)
+
+
+def _print_verdicts(title: str, verdicts: Mapping[str, Verdict]) -> None:
+    rows = [
+        (
+            subject,
+            verdict.outcome,
+            verdict.evidence.reason or verdict.evidence.observed,
+            verdict.evidence.place,
+        )
+        for subject, verdict in verdicts.items()
+    ]
+    _print_table(("subject", "verdict", "evidence", "place"), rows, title)
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, title=title, box=None, pad_edge=False, title_justify="left")
+    for row in rows:
+        table.add_row(*(Text(cell, style=WORD_STYLE.get(cell, "")) for cell in row))
+    Console().print(table)

@@ -1,0 +1,1 @@
+"""From notebook to page: run it with papermill, keep what it found, render one self-contained HTML file."""

@@ -1,0 +1,245 @@
+"""Run the notebooks of incidents with papermill and leave, for each, a folder that is whole or not there.
+
+`DIR/<slug>/` gets executed.ipynb, results.json and postmortem.html, `DIR/index.html` lists them. A folder is
+built beside its place and moved there at the end; a run that did not finish leaves its notebook and a page
+that says so, and no results.json.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from papermill.exceptions import PapermillExecutionError
+
+from specmortem import incident as incidents
+from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
+from specmortem.incident import Incident
+from specmortem.report import html
+from specmortem.report.html import EXECUTED, INDEX, OVERVIEW, PAGE, RESULTS, Run, Status
+from specmortem.report.kernel import execute
+from specmortem.report.parameters import chosen_parameters, declared_parameters
+from specmortem.report.summary import broken_expectations, summarize
+from specmortem.verdict import Results, write_atomically
+
+EXIT_CODE: Mapping[Status, int] = {"passed": 0, "failed": 1, "could-not-run": 2}
+OVERVIEW_NOTEBOOK = "00-overview.ipynb"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How one notebook went; `folder` is None where nothing could be written."""
+
+    slug: str
+    status: Status
+    reason: str
+    seconds: float
+    folder: Path | None = None
+    results: Results | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 passed, 1 an expectation broke, 2 could not run."""
+        return EXIT_CODE[self.status]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A notebook to run; `problem` says why it cannot be."""
+
+    slug: str
+    notebook: Path
+    incident: Incident | None
+    parameters: Mapping[str, Any]
+    problem: str = ""
+
+
+def run(
+    slugs: Sequence[str],
+    device: str = "auto",
+    quick: bool = False,
+    out: Path = Path("out"),
+    params: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+    root: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[RunResult]:
+    """Run the notebooks of `slugs` one after another (`overview` is one too), then list them in the index.
+
+    `params` are extra notebook parameters as text, `timeout_s` limits each whole notebook, `root` is the
+    investigations folder; `say` gets a line when a notebook starts and when it ends.
+    Raises BadInputError, before anything runs, for a slug or a parameter that is not known, and
+    UnavailableError when `out` cannot be written or nbconvert is incomplete.
+    """
+    html.exporter()
+    root, out = root or incidents.find_root(), out.absolute()
+    standard = {"device": device, "quick": quick, "results_dir": str(out)}
+    jobs = [_job(slug, root, params or {}, standard) for slug in slugs]
+    _claim(out, slugs)
+    results = []
+    for job in jobs:
+        say(f"{job.slug}: running {job.notebook.name}")
+        results.append(_run_job(job, out, root, timeout_s))
+        say(f"{job.slug}: {results[-1].status} in {results[-1].seconds:.0f} s {results[-1].reason}".rstrip())
+    write_index(out, root)
+    return results
+
+
+def write_index(out: Path, root: Path) -> Path:
+    """List every postmortem that lies in `out`."""
+    entries = []
+    for executed in sorted(out.glob(f"*/{EXECUTED}"), key=lambda path: (path.parent.name != OVERVIEW, path)):
+        run = Run.of(html.read_notebook(executed), executed)
+        results = executed.with_name(RESULTS)
+        loaded = Results.load(results) if results.exists() else None
+        incident = None if run.slug == OVERVIEW else incidents.load(run.slug, root)
+        entries.append((run, summarize(incident, loaded, run.date) if incident else None))
+    return write_atomically(out / INDEX, html.index_page(entries))
+
+
+def _job(slug: str, root: Path, params: Mapping[str, str], standard: Mapping[str, Any]) -> _Job:
+    """What to run for a slug, with all its parameters but `results_path`."""
+    incident = None if slug == OVERVIEW else incidents.load(slug, root)
+    notebook = root.parent / "notebooks" / (incident.notebook if incident else OVERVIEW_NOTEBOOK)
+    try:
+        declared = declared_parameters(notebook)
+    except SpecmortemError as error:
+        return _Job(slug, notebook, incident, {}, str(error))
+    chosen = {name: value for name, value in standard.items() if name in declared}
+    return _Job(
+        slug, notebook, incident, chosen | chosen_parameters(slug, params, declared, lenient=incident is None)
+    )
+
+
+def _claim(out: Path, slugs: Sequence[str]) -> None:
+    """Refuse early a folder that cannot be written, or one that holds files of someone else."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot write to {out}: {error.strerror or error}; give another folder with --out"
+        ) from error
+    for slug in slugs:
+        folder = out / slug
+        if folder.exists() and (other := {p.name for p in folder.iterdir()} - {EXECUTED, RESULTS, PAGE}):
+            raise BadInputError(
+                f"{folder} holds {min(other)}, which no run wrote; give another folder with --out"
+            )
+
+
+def _run_job(job: _Job, out: Path, root: Path, timeout_s: float | None) -> RunResult:
+    start = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{job.slug}.", dir=out) as scratch:
+            stage = Path(scratch) / "new"
+            stage.mkdir()
+            status, reason, results = _judge(job, stage, *_execute(job, stage, root, timeout_s))
+            run = _finish(job, stage, root, Run(job.slug, status, _now(), reason), results)
+            _publish(stage, out / job.slug)
+        return RunResult(job.slug, run.status, run.reason, time.monotonic() - start, out / job.slug, results)
+    except OSError as error:
+        reason = f"cannot write {out / job.slug}: {error.strerror or error}; nothing was written there"
+        return RunResult(job.slug, "could-not-run", reason, time.monotonic() - start)
+
+
+def _execute(job: _Job, stage: Path, root: Path, timeout_s: float | None) -> tuple[Status, str]:
+    """Run the notebook into `stage`; a disk that refuses raises OSError."""
+    if job.problem:
+        return "could-not-run", job.problem
+    try:
+        execute(
+            job.notebook,
+            stage / EXECUTED,
+            parameters={**job.parameters, "results_path": str(stage / RESULTS)},
+            cwd=root.parent,
+            timeout_s=timeout_s,
+        )
+    except PapermillExecutionError as error:
+        failed = error.ename == "AssertionError"
+        said = f"{error.ename}: {error.evalue}".strip().rstrip(":")
+        return ("failed" if failed else "could-not-run"), f"{said} (cell {error.cell_index})"
+    except CellTimeoutError:
+        return "could-not-run", f"not finished after the time limit of {timeout_s:g} s; the kernel was killed"
+    except DeadKernelError:
+        return "could-not-run", "the kernel died"
+    except OSError:
+        raise
+    except Exception as error:
+        return "could-not-run", f"{type(error).__name__}: {error}"
+    return "passed", ""
+
+
+def _judge(job: _Job, stage: Path, status: Status, reason: str) -> tuple[Status, str, Results | None]:
+    """Hold the results against the expectations; results of a run that did not finish are dropped."""
+    path = stage / RESULTS
+    if status == "could-not-run" or job.incident is None:
+        path.unlink(missing_ok=True)
+        return status, reason, None
+    try:
+        results = _load_results(job.incident, path)
+        broken = broken_expectations(job.incident, results)
+    except SpecmortemError as error:
+        path.unlink(missing_ok=True)
+        return ("failed", reason, None) if status == "failed" else ("could-not-run", str(error), None)
+    if status == "passed" and broken:
+        return "failed", "; ".join(broken), results
+    return status, reason, results
+
+
+def _load_results(incident: Incident, path: Path) -> Results:
+    """The results of this run, checked; SpecmortemError when they are missing or of another incident."""
+    if not path.exists():
+        raise UnavailableError(f"the notebook of {incident.slug} wrote no {RESULTS} to its results_path")
+    results = Results.load(path)
+    if results.incident != incident.slug:
+        raise BadInputError(f"{RESULTS} says incident {results.incident!r}, not {incident.slug!r}")
+    summarize(incident, results)
+    return results
+
+
+def _finish(job: _Job, stage: Path, root: Path, run: Run, results: Results | None) -> Run:
+    """Write the executed notebook with its run record, and the page; a run without a page did not finish."""
+    executed = stage / EXECUTED
+    notebook = html.read_notebook(executed) if executed.exists() else nbformat.v4.new_notebook()
+    try:
+        page = html.page(notebook, job.incident, results, run)
+    except BadInputError as error:
+        run = replace(run, status="could-not-run", reason=str(error))
+        page = html.page(nbformat.v4.new_notebook(), job.incident, results, run)
+    notebook.metadata["specmortem"] = vars(run)
+    executed.write_text(_relative(nbformat.writes(notebook) + "\n", stage, root.parent), encoding="utf-8")
+    (stage / PAGE).write_text(_relative(page, stage, root.parent), encoding="utf-8")
+    return run
+
+
+def _relative(text: str, *folders: Path) -> str:
+    """`text` with the paths of this machine cut down to what lies below `folders`."""
+    for folder in folders:
+        text = text.replace(f"{folder}{os.sep}", "") if folder.name else text
+    return text
+
+
+def _publish(stage: Path, target: Path) -> None:
+    """Put the staged folder in place of an earlier one, which comes back when the move fails."""
+    if target.exists():
+        old = target.rename(stage.with_name("old"))
+        try:
+            stage.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
+    else:
+        stage.rename(target)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(sep=" ", timespec="minutes").replace("+00:00", " UTC")

@@ -1,0 +1,217 @@
+"""Executed notebook -> one HTML page that opens anywhere: no script, no font, nothing fetched."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import html as html_module
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import nbformat
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from nbconvert.exporters import HTMLExporter
+
+from specmortem import incident as incidents
+from specmortem.errors import BadInputError, UnavailableError
+from specmortem.incident import Incident
+from specmortem.report.selfcontained import check_self_contained
+from specmortem.report.summary import Summary, summarize
+from specmortem.verdict import Results, write_atomically
+
+__all__ = ["Run", "check_self_contained", "index_page", "page", "render", "summary_html"]
+
+TEMPLATES = Path(__file__).with_name("template")
+EXECUTED, RESULTS, PAGE, INDEX = "executed.ipynb", "results.json", "postmortem.html", "index.html"
+OVERVIEW = "overview"
+Status = Literal["passed", "failed", "could-not-run"]
+PAPERMILL_ERROR_TAG = "papermill-error-cell-tag"
+DISPLAY_PRIORITY = ["text/html", "text/markdown", "image/svg+xml", "image/png", "image/jpeg", "text/plain"]
+HEADING = re.compile(r'<h2 id="(?P<id>[^"]+)">(?P<text>.*?)<a class="anchor-link"', re.DOTALL)
+XML_ONLY = re.compile(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a notebook run went; kept in the executed notebook's metadata under `specmortem`."""
+
+    slug: str
+    status: Status
+    date: str
+    reason: str = ""
+
+    @classmethod
+    def of(cls, notebook: Mapping[str, Any], source: Path) -> Run:
+        """The run that left this notebook. Raises BadInputError when it is not from `specmortem run`."""
+        try:
+            return cls(**notebook["metadata"]["specmortem"])
+        except (KeyError, TypeError):
+            raise BadInputError(
+                f"{source} was not written by `specmortem run`; render an executed.ipynb of it"
+            ) from None
+
+
+def render(executed: Path, out: Path | None = None, root: Path | None = None) -> Path:
+    """Write the page of an executed notebook, by default beside it; returns where.
+
+    Raises BadInputError when the notebook or its results cannot be used, UnavailableError when they cannot be
+    read or the page cannot be written.
+    """
+    notebook = read_notebook(executed)
+    run = Run.of(notebook, executed)
+    incident = None if run.slug == OVERVIEW else incidents.load(run.slug, root)
+    results = executed.with_name(RESULTS)
+    loaded = Results.load(results) if results.exists() else None
+    return write_atomically(out or executed.with_name(PAGE), page(notebook, incident, loaded, run))
+
+
+def read_notebook(path: Path) -> Any:
+    """The notebook at `path`; UnavailableError when it cannot be read, BadInputError when it is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UnavailableError(f"cannot read {path}: {error.strerror or error}") from error
+    try:
+        return nbformat.reads(text, as_version=4)
+    except Exception as error:
+        raise BadInputError(f"{path} is not a notebook: {error}") from error
+
+
+def page(notebook: Any, incident: Incident | None, results: Results | None, run: Run) -> str:
+    """The whole page. Raises BadInputError when an output of the notebook would fetch or run something."""
+    notebook, heading = _without_title(notebook)
+    body = _body(notebook)
+    text: str = _template("page.html.j2").render(
+        title=incident.title if incident else heading or run.slug,
+        summary=summarize(incident, results, run.date) if incident else None,
+        run=run,
+        contents=[(m["id"], Markup(m["text"]).striptags()) for m in HEADING.finditer(body)],
+        body=Markup(body),
+    )
+    return _self_contained(text, run.slug)
+
+
+def summary_html(incident: Incident, results: Results | None, date: str = "") -> str:
+    """The summary box alone, for display in a notebook."""
+    return str(_template("summary.html.j2").render(summary=summarize(incident, results, date)))
+
+
+def index_page(entries: Iterable[tuple[Run, Summary | None]], title: str = "Postmortems") -> str:
+    """The page that lists the postmortems of a run."""
+    return _self_contained(_template("index.html.j2").render(title=title, entries=list(entries)), INDEX)
+
+
+def _self_contained(text: str, name: str) -> str:
+    if problems := check_self_contained(text):
+        raise BadInputError(
+            f"the page of {name} would not stand alone: {'; '.join(problems[:3])}; change that output"
+        )
+    return text
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["style"] = Markup((TEMPLATES / "style.css").read_text(encoding="utf-8"))
+    return environment
+
+
+def _template(name: str) -> Any:
+    return _environment().get_template(name)
+
+
+def exporter() -> HTMLExporter:
+    """nbconvert's exporter with our template.
+
+    Raises UnavailableError when nbconvert does not find its own templates, which lie outside its package.
+    """
+    try:
+        return HTMLExporter(template_name="notebook", extra_template_basedirs=[str(TEMPLATES)])
+    except ValueError as error:
+        raise UnavailableError(
+            "nbconvert does not find its own templates, share/jupyter/nbconvert of its installation; "
+            "reinstall nbconvert, or add that share/jupyter folder to JUPYTER_PATH"
+        ) from error
+
+
+def _body(notebook: Any) -> str:
+    """The cells as HTML, without the page around them."""
+    converter = exporter()
+    converter.config.NbConvertBase.display_data_priority = DISPLAY_PRIORITY
+    for filter in (scroll_tables, figure, assignments, line_count):
+        converter.register_filter(filter.__name__, filter)
+    body, _ = converter.from_notebook_node(notebook)
+    return str(body)
+
+
+def _without_title(notebook: Any) -> tuple[Any, str]:
+    """The notebook less papermill's error banners and its first level-one heading, and the heading's text."""
+    notebook = nbformat.from_dict(notebook)
+    notebook.cells = [c for c in notebook.cells if PAPERMILL_ERROR_TAG not in c.metadata.get("tags", [])]
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (match := re.match(r"\s*# +(.+)\n?", cell.source)):
+            rest = cell.source[match.end() :]
+            notebook.cells = [type(c)(c, source=rest) if c is cell else c for c in notebook.cells]
+            return notebook, match[1].strip()
+    return notebook, ""
+
+
+def scroll_tables(html: str) -> str:
+    """Tables wrapped so that they scroll sideways on a narrow screen."""
+    return html.replace("<table", '<div class="scroll" tabindex="0"><table').replace(
+        "</table>", "</table></div>"
+    )
+
+
+def line_count(source: str) -> str:
+    """Length of a code cell in words."""
+    lines = len(source.splitlines())
+    return f"{lines} line{'s' * (lines != 1)}"
+
+
+def assignments(source: str) -> list[tuple[str, str]]:
+    """Names and values that a parameter cell assigns, as written."""
+    found = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            found.append((ast.unparse(target), ast.unparse(node.value)))
+    return found
+
+
+def figure(output: Mapping[str, Any], mime: str) -> str:
+    """A figure on its own panel, with its text alternative, from an image output."""
+    data = output["data"][mime]
+    metadata = output.get("metadata", {})
+    alt = metadata.get(mime, {}).get("alt") or metadata.get("alt") or _svg_title(data) or "figure"
+    label = html_module.escape(alt)
+    if mime == "image/svg+xml":
+        content = f'<div class="panel" role="img" aria-label="{label}">{inline_svg(data)}</div>'
+    else:
+        content = (
+            f'<div class="panel"><img alt="{label}" src="data:{mime};base64,{"".join(data.split())}"></div>'
+        )
+    return f"<figure>{content}</figure>"
+
+
+def inline_svg(svg: str) -> str:
+    """An SVG document as an element of an HTML page; its ids are made unique to it."""
+    svg = XML_ONLY.sub("", svg).strip()
+    prefix = f"f{hashlib.sha1(svg.encode(), usedforsecurity=False).hexdigest()[:8]}-"
+    return re.sub(r'(\bid="|url\(#|href="#|aria-\w+by=")', rf"\g<1>{prefix}", svg)
+
+
+def _svg_title(data: str) -> str:
+    match = re.search(r"<title[^>]*>(.*?)</title>", data, re.DOTALL)
+    return html_module.unescape(match[1].strip()) if match else ""

@@ -1,0 +1,204 @@
+"""What the first screen of a postmortem says, computed from the incident and its results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from packaging.version import Version
+
+from specmortem.errors import BadInputError
+from specmortem.incident import GRADE_MEANING, Cause, Claim, Incident
+from specmortem.verdict import Outcome, Results, Row
+
+SYMBOL: Mapping[str, str] = {"fault": "✗", "clean": "✓", "not-judged": "–", "not-run": "·", "controls": "·"}
+WORD: Mapping[str, str] = {
+    "fault": "fault",
+    "clean": "clean",
+    "not-judged": "not judged",
+    "not-run": "not run",
+    "controls": "controls only",
+}
+RELEASE = re.compile(r"(?P<package>vllm|flashinfer)==(?P<release>.+)")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The joint outcome of some rows; `not-run` where there are none, `controls` where only controls ran."""
+
+    outcome: str
+    faults: int = 0
+    runs: int = 0
+    reason: str = ""
+
+    @property
+    def symbol(self) -> str:
+        """The mark that stands beside the word."""
+        return SYMBOL[self.outcome]
+
+    @property
+    def word(self) -> str:
+        """The outcome in words."""
+        return WORD[self.outcome]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring judged releases of one package with the same outcome."""
+
+    package: str
+    cell: Cell
+    first: str
+    last: str
+    count: int
+
+    @property
+    def text(self) -> str:
+        """The releases in words."""
+        if self.count == 1:
+            return f"{self.package} {self.first}"
+        return f"{self.package} {self.first} to {self.last} ({self.count} releases tried)"
+
+
+@dataclass(frozen=True)
+class CauseLine:
+    """One line of the verdict table."""
+
+    cause: Cause
+    before: Cell
+    after: Cell
+    releases: tuple[Span, ...]
+    others: tuple[tuple[str, Cell], ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of the summary box; `results` is None where the run left none."""
+
+    incident: Incident
+    results: Results | None
+    lines: tuple[CauseLine, ...]
+    date: str
+
+    @property
+    def grade_meaning(self) -> str:
+        """What the grade of the main claim means."""
+        return GRADE_MEANING[self.incident.grade]
+
+    @property
+    def main_claim(self) -> Claim | None:
+        """The first claim that carries the incident's grade."""
+        return next((c for c in self.incident.claims if c.grade == self.incident.grade), None)
+
+    @property
+    def releases(self) -> tuple[Span, ...]:
+        """Outcomes over releases, all causes together."""
+        return spans(self.rows)
+
+    @property
+    def seeds(self) -> str:
+        """The seeds that the rows used."""
+        seeds = sorted({row.seed for row in self.rows if row.seed is not None})
+        if len(seeds) > 3 and seeds == list(range(seeds[0], seeds[-1] + 1)):
+            return f"{seeds[0]} to {seeds[-1]}"
+        return ", ".join(map(str, seeds)) or "none"
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All rows of the run."""
+        return self.results.rows if self.results else ()
+
+    def count(self, outcome: Outcome) -> int:
+        """How many rows have this outcome."""
+        return sum(row.outcome == outcome for row in self.rows)
+
+
+def summarize(incident: Incident, results: Results | None, date: str = "") -> Summary:
+    """The summary of an incident after a run.
+
+    Raises BadInputError when a row names a cause that the incident does not have.
+    """
+    rows = results.rows if results else ()
+    for row in rows:
+        if row.cause not in (known := [c.id for c in incident.causes]):
+            raise BadInputError(
+                f"results of {incident.slug}: cause {row.cause!r} is not in its incident.toml; "
+                f"known: {', '.join(known)}"
+            )
+    lines = tuple(_line(cause, [r for r in rows if r.cause == cause.id]) for cause in incident.causes)
+    return Summary(incident, results, lines, date)
+
+
+def broken_expectations(incident: Incident, results: Results) -> list[str]:
+    """Why these results contradict the postmortem: before must fault, after must not.
+
+    A cause that needs a GPU may stay unjudged on the simulated device.
+    """
+    if not results.rows:
+        return ["results.json has no rows"]
+    return [reason for row in results.rows if (reason := _broken(row, incident, results))]
+
+
+def joint(rows: Iterable[Row]) -> Cell:
+    """Rows taken together: one fault is a fault, else one clean is clean."""
+    rows = list(rows)
+    for outcome in ("fault", "clean", "not-judged"):
+        if some := [row for row in rows if row.outcome == outcome]:
+            faults, runs = sum(r.faults for r in rows), sum(r.runs for r in rows)
+            return Cell(outcome, faults, runs, some[0].evidence.reason if outcome == "not-judged" else "")
+    return Cell("not-run")
+
+
+def spans(rows: Iterable[Row]) -> tuple[Span, ...]:
+    """Outcomes over releases, each package in the order of its versions, equal neighbours joined."""
+    by_release: dict[tuple[str, Version], list[Row]] = {}
+    for row in rows:
+        if match := RELEASE.fullmatch(row.subject):
+            by_release.setdefault((match["package"], Version(match["release"])), []).append(row)
+    judged = [
+        (package, str(version), joint(by_release[package, version]))
+        for package, version in sorted(by_release)
+    ]
+    groups = groupby(judged, key=lambda entry: (entry[0], entry[2].outcome))
+    return tuple(_span(list(group)) for _, group in groups)
+
+
+def _span(entries: list[tuple[str, str, Cell]]) -> Span:
+    package, first, cell = entries[0]
+    faults, runs = sum(c.faults for *_, c in entries), sum(c.runs for *_, c in entries)
+    return Span(package, Cell(cell.outcome, faults, runs, cell.reason), first, entries[-1][1], len(entries))
+
+
+def _line(cause: Cause, rows: list[Row]) -> CauseLine:
+    others = sorted({r.subject for r in rows if r.subject == "installed" or r.subject.startswith("tree:")})
+    return CauseLine(
+        cause,
+        before=_before(rows),
+        after=joint(r for r in rows if r.subject == "after"),
+        releases=spans(rows),
+        others=tuple((subject, joint(r for r in rows if r.subject == subject)) for subject in others),
+    )
+
+
+def _before(rows: list[Row]) -> Cell:
+    """The before-arm; a cause that only the controls ran has none, and its rows are told in the page."""
+    arm = joint(r for r in rows if (r.subject, r.arm) == ("before", "before"))
+    if arm.outcome == "not-run" and any(r.subject == "before" for r in rows):
+        return Cell("controls")
+    return arm
+
+
+def _broken(row: Row, incident: Incident, results: Results) -> str:
+    """Why this row breaks an expectation; empty when it does not."""
+    excused = (
+        row.outcome == "not-judged"
+        and incident.cause(row.cause).needs == "gpu"
+        and results.device.kind == "sim"
+    )
+    if (row.subject, row.arm) == ("before", "before") and row.outcome != "fault" and not excused:
+        return f"{row.cause}: before is {WORD[row.outcome]}, expected a fault"
+    if row.subject == "after" and row.outcome == "fault":
+        return f"{row.cause}: after, arm {row.arm}, faults in {row.faults} of {row.runs} runs, expected clean"
+    return ""

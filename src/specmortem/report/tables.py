@@ -1,0 +1,82 @@
+"""Tables and diffs of the postmortems."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from IPython.display import HTML
+
+from specmortem import incident
+from specmortem.verdict import Results, Row
+
+MARKS = {
+    "fault": "✗ fault",
+    "clean": "✓ clean",
+    "not-judged": "– not judged",
+    "illegal-address": "✗ illegal address",
+    "corruption": "✗ silent corruption",
+    "consistent": "✓ consistent",
+    "refuted": "✗ refuted",
+}
+
+
+def shown(table: pd.DataFrame | Iterable[Mapping[str, Any]]) -> HTML:
+    """A table for a page: every text whole, outcomes marked, the index as a plain first column."""
+    frame = table if isinstance(table, pd.DataFrame) else pd.DataFrame(list(table))
+    named = frame.index.name is not None
+    with pd.option_context("display.max_colwidth", None):
+        html = marked(frame.reset_index() if named else frame).to_html(index=False, border=0, na_rep="")
+    return HTML(html)  # type: ignore[no-untyped-call]
+
+
+def marked(table: pd.DataFrame) -> pd.DataFrame:
+    """Outcomes and effects with a symbol beside the word, so that colour is never the only carrier."""
+    return table.map(lambda value: MARKS.get(value, value) if isinstance(value, str) else value)
+
+
+def rows_table(rows: Iterable[Row]) -> pd.DataFrame:
+    """Result rows with their one-line evidence."""
+    data = [
+        {
+            "cause": r.cause,
+            "arm": r.arm,
+            "subject": r.subject,
+            "outcome": r.outcome,
+            "faults / runs": f"{r.faults:,} / {r.runs:,}",
+            "evidence": r.evidence.observed or r.evidence.witness or r.evidence.reason,
+        }
+        for r in rows
+    ]
+    return pd.DataFrame(data)
+
+
+def latest_results(slug: str, results_dir: Path, root: Path | None = None) -> Path | None:
+    """The results of this run, else those of a committed reference run, a GPU's first; None when there are none."""
+    fresh = results_dir / slug / "results.json"
+    committed = sorted(((root or incident.find_root()) / slug / "runs").glob("*/results.json"))
+    return fresh if fresh.exists() else next(iter(committed), None)
+
+
+def release_matrix(results: Iterable[Results]) -> pd.DataFrame:
+    """Causes x released subjects, each cell the outcome; empty when no release was judged."""
+    data = [(r.cause, r.subject, r.outcome) for found in results for r in found.rows if "==" in r.subject]
+    table = pd.DataFrame(data, columns=["cause", "subject", "outcome"])
+    wide = table.pivot_table(index="cause", columns="subject", values="outcome", aggfunc="first")
+    return wide.fillna("not run").rename_axis(None, axis=1)
+
+
+def source_diff(before: Any, after: Any, context: int = 1) -> str:
+    """Unified diff of two kernels' sources, names and signatures left out."""
+    old, new = (_body(kernel) for kernel in (before, after))
+    return "\n".join(list(difflib.unified_diff(old, new, lineterm="", n=context))[2:])
+
+
+def _body(kernel: Any) -> list[str]:
+    """Lines of a kernel behind its signature."""
+    lines = inspect.getsource(getattr(kernel, "fn", kernel)).splitlines()
+    return lines[next(i for i, line in enumerate(lines) if line.rstrip() == "):") + 1 :]
