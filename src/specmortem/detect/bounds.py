@@ -39,8 +39,10 @@ import torch
 import triton
 from triton.runtime import interpreter
 
+from specmortem._interpreter import mend
 from specmortem.errors import BadInputError, UnavailableError
 
+mend()
 Grid = tuple[int, int, int]
 OwnerOf = Callable[[Grid], int]
 Addresses = npt.NDArray[np.uint64]

@@ -488,15 +488,16 @@ def lookup_replays(arm: Arm, replays: int, device: str = "cuda", seed: int = 0) 
     dev = devices.open(device)
     rng = random.Random(seed)
     loop = SpecLoop(dev, LoopConfig(lookup=arm, layers=0), seed)
-    loop.warm_up()
     stale = 0
-    for _ in range(replays):
-        counts = [rng.randint(0, loop.columns + 1) for _ in range(loop.num_reqs)]
-        loop.num_accepted.copy_(torch.tensor(counts, dtype=torch.int32))
-        loop.out.fill_(float("nan"))
-        loop.forward_again()
-        dev.synchronize()
-        stale += int(torch.isnan(loop.out).any())
+    with _watch(dev):
+        loop.warm_up()
+        for _ in range(replays):
+            counts = [rng.randint(0, loop.columns + 1) for _ in range(loop.num_reqs)]
+            loop.num_accepted.copy_(torch.tensor(counts, dtype=torch.int32))
+            loop.out.fill_(float("nan"))
+            loop.forward_again()
+            dev.synchronize()
+            stale += int(torch.isnan(loop.out).any())
     return {"replays": replays, "faults": stale, "seed": seed}
 
 

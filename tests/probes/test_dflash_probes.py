@@ -1,0 +1,137 @@
+import pytest
+
+from specmortem import probes, upstream
+from specmortem.errors import BadInputError, UnavailableError
+from specmortem.isolation import Arm, Ended
+from specmortem.verdict import Verdict
+
+CPU_CAUSES = [c for c, p in probes.CAUSES.items() if p.incident == "dflash-oob" and p.needs != "cuda"]
+# cause: (releases that fault, releases that are clean); releases without the function are not judged
+EXPECTED = {
+    "v1-rejected-equals-context": ("0.20.1 0.22.1 0.24.0 0.28.0 0.33.0", ""),
+    "stale-block-id": ("0.20.1 0.22.1 0.24.0 0.28.0 0.33.0", ""),
+    "v2-null-block": ("0.24.0 0.25.1 0.27.1", "0.28.0 0.33.0"),
+    "v2-rejected-context-slots": ("0.24.0 0.25.1 0.27.1", "0.28.0 0.33.0"),
+    "v2-past-max-len": ("0.24.0 0.25.1 0.27.1", "0.28.0 0.33.0"),
+    "v2-slot-past-max-len": ("0.24.0 0.28.0 0.33.0", ""),
+    "v2-stale-tail": ("0.24.0", "0.25.1 0.27.1 0.28.0 0.33.0"),
+    "gdn-unbounded-accepted": ("0.20.1 0.22.1 0.24.0 0.28.0 0.33.0", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def own():
+    pairs = [(cause, subject) for cause in CPU_CAUSES for subject in ("before", "after")]
+    return dict(zip(pairs, probes.judge_many(pairs), strict=True))
+
+
+@pytest.mark.parametrize("cause", CPU_CAUSES)
+def test_probe_fires_on_before_and_is_silent_on_after(own, cause):
+    assert own[cause, "before"].outcome == "fault" and own[cause, "before"].evidence.witness
+    assert own[cause, "after"].outcome == "clean" and own[cause, "after"].evidence.observed
+
+
+def test_a_cause_that_needs_a_gpu_is_not_judged_on_the_simulator():
+    verdict = probes.judge("recovered-token-out-of-vocab", "before")
+    assert verdict.outcome == "not-judged" and "needs a GPU" in verdict.evidence.reason
+
+
+@pytest.mark.network
+def test_verdicts_on_released_code_are_those_of_the_record():
+    expected = {
+        (cause, f"vllm=={release}"): outcome
+        for cause, listed in EXPECTED.items()
+        for outcome, releases in zip(("fault", "clean"), listed, strict=True)
+        for release in releases.split()
+    }
+    verdicts = dict(zip(expected, probes.judge_many(list(expected)), strict=True))
+    unreachable = next((v for v in verdicts.values() if v.outcome == "not-judged"), None)
+    if unreachable is not None and "index" in unreachable.evidence.reason:
+        pytest.skip(unreachable.evidence.reason)
+    assert {pair: verdict.outcome for pair, verdict in verdicts.items()} == expected
+
+
+@pytest.fixture
+def tree_of(tmp_path):
+    """A tree with one file of a release, changed."""
+
+    def make(version, path, old, new):
+        try:
+            text = upstream.resolve(f"vllm=={version}").fetch([path])[path].read_text(encoding="utf-8")
+        except UnavailableError as error:
+            pytest.skip(str(error))
+        assert old in text
+        target = tmp_path / path
+        target.parent.mkdir(parents=True)
+        target.write_text(text.replace(old, new), encoding="utf-8")
+        return f"tree:{tmp_path}"
+
+    return make
+
+
+@pytest.mark.network
+def test_a_fix_applied_to_an_affected_tree_flips_the_verdict(tree_of):
+    subject = tree_of(
+        "0.22.1",
+        probes.UTILS,
+        "last_pos = tl.load(target_positions_ptr + valid_ctx_end - 1)",
+        "last_pos = tl.load(target_positions_ptr + valid_ctx_end - 1, mask=valid_ctx_end > ctx_start, other=-9)",
+    )
+    verdict = probes.judge("v1-rejected-equals-context", subject)
+    assert not verdict.evidence.observed.count("target_positions[-1]")
+    assert verdict.outcome == "fault"  # the position is no longer read, but the queries still get slots
+
+
+@pytest.mark.network
+def test_a_fix_taken_out_of_a_fixed_tree_flips_the_verdict(tree_of):
+    for path in ("vllm/v1/worker/gpu/cp_utils.py", "vllm/v1/attention/backends/utils.py"):
+        upstream.resolve("vllm==0.28.0").fetch([path])
+    subject = tree_of("0.28.0", probes.V2_SPECULATOR, "is_query & (q_block_id != 0)", "is_query")
+    assert probes.judge("v2-null-block", subject).outcome in ("fault", "not-judged")
+
+
+@pytest.mark.network
+def test_a_function_that_a_tree_does_not_have_is_not_judged(tree_of):
+    subject = tree_of("0.22.1", probes.UTILS, f"def {probes.V1}(", "def renamed(")
+    verdict = probes.judge("v1-rejected-equals-context", subject)
+    assert verdict.outcome == "not-judged" and probes.V1 in verdict.evidence.reason
+
+
+def test_a_tree_without_the_file_is_not_judged(tmp_path):
+    (tmp_path / "vllm").mkdir()
+    verdict = probes.judge("v2-null-block", f"tree:{tmp_path}")
+    assert verdict.outcome == "not-judged" and probes.V2_SPECULATOR in verdict.evidence.reason
+
+
+def test_an_unreachable_index_is_not_judged(monkeypatch, tmp_path):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("SPECMORTEM_CACHE", str(tmp_path))
+    verdict = probes.judge("v2-null-block", "vllm==0.24.0")
+    assert verdict.outcome == "not-judged" and "127.0.0.1" in verdict.evidence.reason
+
+
+def test_a_hostile_tree_is_not_judged_and_the_other_rows_stand(tmp_path):
+    target = tmp_path / probes.UTILS
+    target.parent.mkdir(parents=True)
+    target.write_text(f"import os\nimport torch\n\n\n@os._exit(0)\ndef {probes.V1}(a):\n    pass\n")
+    pairs = [("v1-rejected-equals-context", f"tree:{tmp_path}"), ("v2-null-block", "after")]
+    hostile, good = probes.judge_many(pairs)
+    assert hostile.outcome == "not-judged" and good.outcome == "clean"
+
+
+def test_unknown_words_are_refused():
+    with pytest.raises(BadInputError, match="known causes: .*v2-null-block"):
+        probes.judge("no-such-cause", "before")
+    with pytest.raises(BadInputError, match="give sim, cuda or auto"):
+        probes.judge("v2-null-block", "before", device="tpu")
+    with pytest.raises(BadInputError):
+        probes.judge("v2-null-block", "vllm=0.24")
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome"), [("illegal-address", "fault"), ("signal", "not-judged"), ("timeout", "not-judged")]
+)
+def test_how_a_probe_ended_decides_what_it_says(kind, outcome):
+    ended = Ended(Arm("specmortem.probes.dflash_oob:judge"), kind, message="told")
+    verdict = probes._verdict(ended)
+    assert isinstance(verdict, Verdict) and verdict.outcome == outcome and "told" in verdict.evidence.reason

@@ -1,0 +1,78 @@
+import pytest
+
+from specmortem.report import figures, tables
+from specmortem.verdict import DeviceInfo, Evidence, Results, Row
+
+CASE = {
+    "positions": [10, 11, 40, 41],
+    "query_start_loc": [0, 2, 4],
+    "rejected": [2, 0],
+    "query_slots": [0, 1, 2, 3, 4],
+    "reports": [{"tensor": "target_positions", "op": "load", "index": -1, "program": [0, 0, 0], "line": 7}],
+}
+
+
+def texts(figure):
+    return [t.get_text() for ax in figure.axes for t in ax.texts]
+
+
+def test_the_wrong_read_is_marked_with_its_line():
+    assert "request 0 reads [-1], line 7" in texts(figures.anchors({"a case": CASE}, "title"))
+
+
+def test_a_case_without_reports_has_no_mark():
+    assert not any("reads" in t for t in texts(figures.anchors({"a case": CASE | {"reports": []}}, "title")))
+
+
+def test_padded_batches_mark_the_reported_number():
+    figure = figures.padded_batches({3: 79, 15: 0}, 15, "title")
+    figure.canvas.draw()
+    labels = figure.axes[0].get_xticklabels()
+    assert [label.get_color() for label in labels].count(figures.FAULT) == 1
+
+
+def test_a_shown_figure_carries_its_alternative_text_and_no_date(monkeypatch):
+    shown = []
+    monkeypatch.setattr(figures, "display", lambda svg, metadata: shown.append((svg.data, metadata)))
+    figures.show(figures.padded_batches({3: 79}, 3, "title"), "what it shows")
+    ((svg, metadata),) = shown
+    assert metadata["image/svg+xml"]["alt"] == "what it shows"
+    assert "<title>what it shows</title>" in svg and "dc:date" not in svg
+
+
+def test_tables_escape_and_mark_and_keep_long_text():
+    long = "<b>" + "x" * 200
+    html = tables.shown([{"outcome": "fault", "text": long}]).data
+    assert "✗ fault" in html and "x" * 200 in html and "<b>" not in html
+
+
+def test_release_matrix_fills_what_was_not_run():
+    rows = (
+        Row("a", "released", "vllm==1.0", "fault", 1, 1, None, Evidence()),
+        Row("b", "released", "vllm==2.0", "clean", 1, 0, None, Evidence()),
+    )
+    matrix = tables.release_matrix([Results("x", DeviceInfo("sim", "s"), rows, {"python": "3"})])
+    assert matrix.loc["a", "vllm==2.0"] == "not run" and matrix.loc["b", "vllm==2.0"] == "clean"
+    assert len(tables.release_matrix([])) == 0
+
+
+def test_latest_results_prefer_this_run(tmp_path):
+    root, out = tmp_path / "investigations", tmp_path / "out"
+    committed = root / "x" / "runs" / "cuda" / "results.json"
+    committed.parent.mkdir(parents=True)
+    committed.write_text("{}")
+    assert tables.latest_results("x", out, root) == committed
+    fresh = out / "x" / "results.json"
+    fresh.parent.mkdir(parents=True)
+    fresh.write_text("{}")
+    assert tables.latest_results("x", out, root) == fresh
+    assert tables.latest_results("y", out, root) is None
+
+
+@pytest.mark.parametrize("context", [0, 2])
+def test_source_diff_shows_the_changed_lines_only(context):
+    from specmortem.kernels import gated_delta_state as gd
+
+    diff = tables.source_diff(gd.conv_window_before, gd.conv_window_after, context)
+    assert "+    in_line = (line > 0) & (offset >= 0) & (offset < C)  # guard: conv offset" in diff
+    assert diff.startswith("@@") and "def " not in diff
