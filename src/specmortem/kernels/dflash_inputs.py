@@ -18,6 +18,7 @@ in 0.22.1, the same body from 0.20.1 to 0.33.0). `after` differs in six guards, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,36 +97,46 @@ class DFlashBatch:
 
 def reference(batch: DFlashBatch, num_padded: int) -> DFlashInputs:
     """What the inputs should be, request by request in plain Python; the contract of `after`."""
-    k, q, size = batch.num_speculative_tokens, batch.num_query_per_req, batch.block_size
-    out = DFlashInputs.empty(batch.target_positions.shape[0], batch.num_reqs, k, num_padded)
+    k, q, limit = batch.num_speculative_tokens, batch.num_query_per_req, batch.max_model_len
+    positions, starts = batch.target_positions.tolist(), batch.query_start_loc.tolist()
+    rejected, bonus = batch.num_rejected.tolist(), batch.next_token_ids.tolist()
+    slots = _slots_of(batch)
+    out: dict[str, list[int]] = {name: [] for name in DFlashInputs.__dataclass_fields__}
+    for r in range(batch.num_reqs):
+        valid_end = starts[r + 1] - rejected[r]
+        for row in range(starts[r], starts[r + 1]):
+            out["context_positions"].append(positions[row] if row < valid_end else 0)
+            out["context_slots"].append(slots(r, positions[row]) if row < valid_end else PADDING_SLOT)
+        anchor = positions[valid_end - 1] if valid_end > starts[r] else None
+        out["seq_lens"].append(0 if anchor is None else min(anchor + 1 + q, limit))
+        for offset in range(q):
+            position = 0 if anchor is None else anchor + 1 + offset
+            out["query_positions"].append(min(position, limit - 1))
+            out["query_slots"].append(PADDING_SLOT if anchor is None else slots(r, position))
+            out["input_ids"].append(bonus[r] if offset == 0 else batch.mask_token_id)
+        out["sample_indices"] += range(r * q + 1, r * q + 1 + k)
+    tail = num_padded - batch.num_reqs * q
+    for name, padding in (("input_ids", 0), ("query_positions", 0), ("query_slots", PADDING_SLOT)):
+        out[name] += [padding] * tail
+    empty = DFlashInputs.empty(len(positions), batch.num_reqs, k, num_padded)
+    return DFlashInputs(
+        **{name: torch.tensor(v, dtype=getattr(empty, name).dtype) for name, v in out.items()}
+    )
+
+
+def _slots_of(batch: DFlashBatch) -> Callable[[int, int], int]:
+    """The slot of a position of a request, or PADDING_SLOT where it has none."""
+    size, limit = batch.block_size, batch.max_model_len
+    table, allocated = batch.block_table.tolist(), batch.num_blocks.tolist()
 
     def slot(request: int, position: int) -> int:
         column = position // size
-        if not 0 <= position < batch.max_model_len or column >= int(batch.num_blocks[request]):
+        if not 0 <= position < limit or column >= allocated[request]:
             return PADDING_SLOT
-        block = int(batch.block_table[request, column])
+        block = int(table[request][column])
         return PADDING_SLOT if block == NULL_BLOCK else block * size + position % size
 
-    for r in range(batch.num_reqs):
-        first, end = int(batch.query_start_loc[r]), int(batch.query_start_loc[r + 1])
-        valid_end = end - int(batch.num_rejected[r])
-        for row in range(first, end):
-            position = int(batch.target_positions[row])
-            out.context_positions[row] = position if row < valid_end else 0
-            out.context_slots[row] = slot(r, position) if row < valid_end else PADDING_SLOT
-        anchor = int(batch.target_positions[valid_end - 1]) if valid_end > first else None
-        out.seq_lens[r] = 0 if anchor is None else min(anchor + 1 + q, batch.max_model_len)
-        for offset in range(q):
-            position = 0 if anchor is None else anchor + 1 + offset
-            row = r * q + offset
-            out.query_positions[row] = min(position, batch.max_model_len - 1)
-            out.query_slots[row] = PADDING_SLOT if anchor is None else slot(r, position)
-            out.input_ids[row] = batch.next_token_ids[r] if offset == 0 else batch.mask_token_id
-            if offset > 0:
-                out.sample_indices[r * k + offset - 1] = row
-    tail = slice(batch.num_reqs * q, num_padded)
-    out.input_ids[tail], out.query_positions[tail], out.query_slots[tail] = 0, 0, PADDING_SLOT
-    return out
+    return slot
 
 
 @triton.jit
