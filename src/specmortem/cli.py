@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specmortem import __version__
-from specmortem.errors import BadInputError, SpecmortemError
+from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
 
 if TYPE_CHECKING:
     from specmortem.report.batch import RunResult
@@ -117,21 +117,25 @@ def render(executed: Path, out: Path | None) -> None:
 def probe(ctx: click.Context, cause: str, subjects: tuple[str, ...], device: str, form: str) -> None:
     """Judge subjects for one cause.
 
-    Exit code: 1 a subject faults, else 3 a subject could not be judged, else 0 all are clean on the inputs
-    tried.
+    Exit code: 1 a subject faults, else 2 a subject could not be had (an unreachable index, a corrupt wheel, a tree
+    without the file), else 3 one could not be judged, else 0 all are clean on the inputs tried.
     """
     from specmortem import probes
 
     if cause not in probes.CAUSES:
         raise BadInputError(f"no cause {cause!r}; known: {', '.join(sorted(probes.CAUSES))}")
-    verdicts = {subject: probes.judge(cause, subject, device=device) for subject in subjects}
+    judged = probes.judge_many([(cause, subject) for subject in subjects], device=device)
+    verdicts = dict(zip(subjects, judged, strict=True))
+    lost = [verdict.evidence.reason for verdict in judged if verdict.evidence.detail.get("unavailable")]
+    if len(lost) == len(judged):
+        raise UnavailableError("; ".join(dict.fromkeys(lost)))
     if form == "json":
         rows = [{"cause": cause, "subject": s, **v.as_dict()} for s, v in verdicts.items()]
         click.echo(json.dumps(rows, indent=1, ensure_ascii=False))
     else:
         _print_verdicts(f"{cause}: {probes.CAUSES[cause].title}", verdicts)
     outcomes = {verdict.outcome for verdict in verdicts.values()}
-    ctx.exit(1 if "fault" in outcomes else 3 if "not-judged" in outcomes else 0)
+    ctx.exit(1 if "fault" in outcomes else 2 if lost else 3 if "not-judged" in outcomes else 0)
 
 
 @main.command()

@@ -239,6 +239,17 @@ def test_an_output_folder_that_cannot_be_made_is_one_error(repository):
     assert "give another folder with --out" in result.stderr
 
 
+@pytest.mark.skipif(
+    not Path("/sys/kernel").is_dir(), reason="needs /sys, which refuses new folders to anyone"
+)
+def test_an_output_folder_without_write_permission_is_one_error(repository):
+    result = run(repository(toy.write_cell()), "toy", "--out", "/sys/kernel/specmortem")
+    assert result.exit_code == 2 and result.stderr.startswith(
+        "specmortem: error: cannot write to /sys/kernel"
+    )
+    assert "ermission denied" in result.stderr or "not permitted" in result.stderr
+
+
 def test_a_disk_that_is_full_leaves_the_earlier_run_and_no_half_of_this_one(repository, monkeypatch):
     home = repository(toy.write_cell())
     run(home, "toy")

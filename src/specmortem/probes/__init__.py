@@ -165,17 +165,22 @@ def _fetch(subject: str, causes: Iterable[str]) -> dict[str, Verdict]:
     try:
         tree = upstream.resolve(subject)
     except UnavailableError as error:
-        return {p.cause: Verdict.not_judged(str(error)) for p in probes}
+        return {p.cause: Verdict.not_judged(str(error), unavailable=True) for p in probes}
     wanted: dict[str, list[str]] = {}
     for probe in probes:
         try:
             found = [tree.first(list(group)) for group in probe.files]
         except UnavailableError as error:
-            missing[probe.cause] = Verdict.not_judged(str(error))
+            missing[probe.cause] = Verdict.not_judged(str(error), unavailable=True)
             continue
         if None in found:
             absent = probe.files[found.index(None)][0]
-            missing[probe.cause] = Verdict.not_judged(f"{subject} has no {absent}", absent=absent)
+            told = f"{subject} has no {absent}"
+            if subject.startswith("tree:"):
+                told += "; give the folder that holds vllm/"
+            missing[probe.cause] = Verdict.not_judged(
+                told, absent=absent, unavailable=subject.startswith("tree:")
+            )
             continue
         wanted[probe.cause] = [path for path in found if path is not None]
         wanted[probe.cause] += [path for path, _ in probe.also if tree.has(path)]
@@ -186,7 +191,7 @@ def _fetch(subject: str, causes: Iterable[str]) -> dict[str, Verdict]:
         for cause in wanted:
             _prefetch_closure(tree, CAUSES[cause], wanted[cause])
     except SpecmortemError as error:
-        missing |= {cause: Verdict.not_judged(str(error)) for cause in wanted}
+        missing |= {cause: Verdict.not_judged(str(error), unavailable=True) for cause in wanted}
     return missing
 
 
