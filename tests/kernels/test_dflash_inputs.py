@@ -12,7 +12,7 @@ from specmortem.errors import BadInputError
 from specmortem.experiments import dflash_oob
 from specmortem.kernels import dflash_inputs, draft_attention
 from specmortem.kernels.dflash_inputs import DFlashInputs
-from specmortem.probes.dflash_oob import batch
+from specmortem.probes.dflash_oob import batch, batch_watch
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -75,7 +75,7 @@ def detect(states, kernel):
     kv = torch.zeros(4 * 64, draft_attention.HEAD_DIM)
     starts = states.query_start_loc.tolist()
     context = [r for r in range(states.num_reqs) for _ in range(starts[r + 1] - starts[r])]
-    with dflash_oob._bounds_of(states) as watch:
+    with batch_watch(states) as watch:
         dflash_inputs.launch("after", states, out, kernel)
         ids = torch.zeros(n, dtype=torch.int32)
         ends = valid_positions(states)
@@ -115,7 +115,7 @@ def run(batch_, kernel=None, arm="after", padded=None):
     padded = padded or batch_.num_reqs * batch_.num_query_per_req + 8
     k, n = batch_.num_speculative_tokens, batch_.target_positions.shape[0]
     out = DFlashInputs.empty(n, batch_.num_reqs, k, padded)
-    with dflash_oob._bounds_of(batch_) as watch:
+    with batch_watch(batch_) as watch:
         dflash_inputs.launch(arm, batch_, out, kernel)
     return out, watch.reports
 

@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 
 from specmortem import probes, upstream
@@ -53,17 +55,21 @@ def test_verdicts_on_released_code_are_those_of_the_record():
 
 @pytest.fixture
 def tree_of(tmp_path):
-    """A tree with one file of a release, changed."""
+    """A tree with what the probes need of a release, some lines of one file changed."""
 
-    def make(version, path, old, new):
+    def make(version, path, name, changes):
         try:
-            text = upstream.resolve(f"vllm=={version}").fetch([path])[path].read_text(encoding="utf-8")
+            tree = upstream.resolve(f"vllm=={version}")
+            tree.fetch([path])
+            upstream.closure_hash(tree, path, name)
         except UnavailableError as error:
             pytest.skip(str(error))
-        assert old in text
-        target = tmp_path / path
-        target.parent.mkdir(parents=True)
-        target.write_text(text.replace(old, new), encoding="utf-8")
+        shutil.copytree(tree.root / "vllm", tmp_path / "vllm")
+        text = (tmp_path / path).read_text(encoding="utf-8")
+        for old, new in changes.items():
+            assert old in text
+            text = text.replace(old, new)
+        (tmp_path / path).write_text(text, encoding="utf-8")
         return f"tree:{tmp_path}"
 
     return make
@@ -71,28 +77,32 @@ def tree_of(tmp_path):
 
 @pytest.mark.network
 def test_a_fix_applied_to_an_affected_tree_flips_the_verdict(tree_of):
-    subject = tree_of(
-        "0.22.1",
-        probes.UTILS,
-        "last_pos = tl.load(target_positions_ptr + valid_ctx_end - 1)",
-        "last_pos = tl.load(target_positions_ptr + valid_ctx_end - 1, mask=valid_ctx_end > ctx_start, other=-9)",
-    )
-    verdict = probes.judge("v1-rejected-equals-context", subject)
-    assert not verdict.evidence.observed.count("target_positions[-1]")
-    assert verdict.outcome == "fault"  # the position is no longer read, but the queries still get slots
+    changes = {
+        "target_positions_ptr + valid_ctx_end - 1)": (
+            "target_positions_ptr + valid_ctx_end - 1, mask=valid_ctx_end > ctx_start, other=-1000)"
+        ),
+        "block_num = tl.minimum(block_num, block_table_stride - 1)": (
+            "block_num = tl.maximum(tl.minimum(block_num, block_table_stride - 1), 0)"
+        ),
+        "slot = block_id * block_size + (positions % block_size)": (
+            "slot = tl.where(positions >= 0, block_id * block_size + (positions % block_size), -1)"
+        ),
+    }
+    subject = tree_of("0.22.1", probes.UTILS, probes.V1, changes)
+    assert probes.judge("v1-rejected-equals-context", subject).outcome == "clean"
+    assert probes.judge("stale-block-id", subject).outcome == "fault"
 
 
 @pytest.mark.network
 def test_a_fix_taken_out_of_a_fixed_tree_flips_the_verdict(tree_of):
-    for path in ("vllm/v1/worker/gpu/cp_utils.py", "vllm/v1/attention/backends/utils.py"):
-        upstream.resolve("vllm==0.28.0").fetch([path])
-    subject = tree_of("0.28.0", probes.V2_SPECULATOR, "is_query & (q_block_id != 0)", "is_query")
-    assert probes.judge("v2-null-block", subject).outcome in ("fault", "not-judged")
+    subject = tree_of("0.28.0", probes.V2_SPECULATOR, probes.V2, {"is_query & (q_block_id != 0)": "is_query"})
+    assert probes.judge("v2-null-block", subject).outcome == "fault"
+    assert probes.judge("v2-rejected-context-slots", subject).outcome == "clean"
 
 
 @pytest.mark.network
 def test_a_function_that_a_tree_does_not_have_is_not_judged(tree_of):
-    subject = tree_of("0.22.1", probes.UTILS, f"def {probes.V1}(", "def renamed(")
+    subject = tree_of("0.22.1", probes.UTILS, probes.V1, {f"def {probes.V1}(": "def renamed("})
     verdict = probes.judge("v1-rejected-equals-context", subject)
     assert verdict.outcome == "not-judged" and probes.V1 in verdict.evidence.reason
 

@@ -353,7 +353,7 @@ def _wrong_requests(arm: Arm, batch: DFlashBatch, padded: int, device: str) -> d
         batch.target_positions.shape[0], r, k, padded, str(batch.target_positions.device)
     )
     found: dict[int, str] = {}
-    with _bounds_of(batch) if device == "sim" else nullcontext() as watch:
+    with dflash_probes.batch_watch(batch) if device == "sim" else nullcontext() as watch:
         dflash_inputs.launch(arm, batch, out)
     for report in watch.reports if watch else ():
         found.setdefault(report.program[0], str(report))
@@ -361,22 +361,6 @@ def _wrong_requests(arm: Arm, batch: DFlashBatch, padded: int, device: str) -> d
     for request in _differing(batch, out, expected):
         found.setdefault(request, "differs from the reference")
     return found
-
-
-class _bounds_of(AbstractContextManager["bounds.Watch"]):  # noqa: N801
-    """A watch that knows the rows and segments of a batch."""
-
-    def __init__(self, batch: DFlashBatch) -> None:
-        self.batch, self.context = batch, bounds.watch()
-
-    def __enter__(self) -> bounds.Watch:
-        watch, b = self.context.__enter__(), self.batch
-        watch.rows(b.block_table, of=bounds.program(0), allocated=b.num_blocks, name="block_table")
-        watch.segments(b.target_positions, b.query_start_loc, of=bounds.program(0), name="target_positions")
-        return watch
-
-    def __exit__(self, *error: Any) -> None:
-        self.context.__exit__(*error)
 
 
 def _to_cpu(batch: DFlashBatch) -> DFlashBatch:
@@ -434,7 +418,7 @@ def _three_steps(dev: Device, arm: Arm, guarded: bool) -> bool:
     copied = dev.event("prepare_inputs_event")
     batch = _small_batch(dev)
     proposer.block_table.copy_(batch.block_table)
-    with _bounds_of(batch) as watch:
+    with dflash_probes.batch_watch(batch) as watch:
         for rejected in ((0, 0), (0, 2), (1, 0)):
             if guarded:
                 copied.synchronize()

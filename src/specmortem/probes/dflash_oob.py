@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -123,25 +123,18 @@ def batch(
     )
 
 
-def watched(b: DFlashBatch) -> AbstractContextManager[bounds.Watch | None]:
-    """A detector that knows whose row and whose positions are whose; nothing on a GPU."""
-    if b.target_positions.is_cuda:
-        return nullcontext()
-    return _watched(b)
-
-
-class _watched(AbstractContextManager["bounds.Watch | None"]):  # noqa: N801
-    def __init__(self, b: DFlashBatch) -> None:
-        self.batch, self.context = b, bounds.watch(fill=POISON, perform_mapped=True)
-
-    def __enter__(self) -> bounds.Watch:
-        watch, b = self.context.__enter__(), self.batch
+@contextmanager
+def batch_watch(b: DFlashBatch, **options: Any) -> Iterator[bounds.Watch]:
+    """A detector that knows whose row and whose positions are whose; `options` are those of `bounds.watch`."""
+    with bounds.watch(**options) as watch:
         watch.rows(b.block_table, of=bounds.program(0), allocated=b.num_blocks, name="block_table")
         watch.segments(b.target_positions, b.query_start_loc, of=bounds.program(0), name="target_positions")
-        return watch
+        yield watch
 
-    def __exit__(self, *error: Any) -> None:
-        self.context.__exit__(*error)
+
+def watched(b: DFlashBatch) -> AbstractContextManager[bounds.Watch | None]:
+    """The batch's detector, which lets through what a GPU would; nothing on a GPU."""
+    return nullcontext() if b.target_positions.is_cuda else batch_watch(b, fill=POISON, perform_mapped=True)
 
 
 def _reports(watch: bounds.Watch | None) -> tuple[bounds.Report, ...]:
