@@ -1,6 +1,7 @@
 """Every notebook with its quick parameters, and the pages that come of it."""
 
 import json
+import re
 from pathlib import Path
 
 import nbformat
@@ -36,6 +37,13 @@ def test_notebook_is_stripped_and_its_cells_are_short(path):
     assert not any(c.outputs or c.execution_count for c in cells)
     assert max(len(c.source.splitlines()) for c in cells) <= 15
     assert sum("parameters" in c.metadata.get("tags", []) for c in cells) == 1
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_finds_its_files_whatever_folder_its_kernel_starts_in(path):
+    source = "\n".join(c.source for c in nbformat.read(path, 4).cells if c.cell_type == "code")
+    assert "incident.find_root().parent" in source
+    assert not re.findall(r"""Path\(["'](?:data|investigations|out)""", source)
 
 
 @pytest.mark.parametrize("slug", incident.all_slugs())
