@@ -192,8 +192,8 @@ def _stale_tail(k: int) -> Callable[[str, Device], dict[str, Any]]:
 
 
 def _buffer_against_capture(control: str, dev: Device) -> dict[str, Any]:
-    """max_num_seqs 64, K = 15: 1,024 query rows, graphs up to 512; 40 requests make 640 tokens."""
-    requests = 1 if control == "one-request" else 40
+    """max_num_seqs 64, K = 15: 1,024 query rows, graphs up to 512; 34 requests make 544 tokens."""
+    requests = 1 if control == "one-request" else 34
     drafting = _Drafting(dev, "before", control, 15, seqs=64, largest_graph=16)
     with _watch(dev) as watch:
         snapshot = drafting.proposer.kv.clone()

@@ -110,30 +110,20 @@ def link_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
 def random_rows(
     device: DeviceKind, seed: int, launches: int, requests: int = 64, k: int = 15, parts: int = 4
 ) -> list[Row]:
-    """Random request states, `requests` to a launch, before and after; each part has a seed of its own."""
+    """Random request states, `requests` to a launch: a quarter of the launches before, all of them after.
+
+    Each part has a seed of its own.
+    """
     rows = []
-    for arm in ("before", "after"):
-        kwargs = {
-            "arm": arm,
-            "launches": -(-launches // parts),
-            "requests": requests,
-            "k": k,
-            "device": device,
-        }
+    for arm, share in (("before", 4), ("after", 1)):
+        each = -(-launches // (parts * share))
+        kwargs = {"arm": arm, "launches": each, "requests": requests, "k": k, "device": device}
         asked = [
             Arm(f"{MODULE}:random_states", {**kwargs, "seed": seed + part}, f"random, {arm}", 300, device)
             for part in range(parts)
         ]
-        rows.append(
-            _sum(
-                run_arms(asked, cuda_parallel=parts),
-                "v1-rejected-equals-context",
-                "random-states",
-                arm,
-                seed,
-                "states",
-            )
-        )
+        ended = run_arms(asked, cuda_parallel=parts)
+        rows.append(_sum(ended, "v1-rejected-equals-context", "random-states", arm, seed, "states"))
     return rows
 
 
