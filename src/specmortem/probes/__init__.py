@@ -23,6 +23,9 @@ GATING = (
 )
 CONV = "vllm/model_executor/layers/mamba/ops/causal_conv1d.py"
 V1, V2 = "copy_and_expand_dflash_inputs_kernel", "prepare_dflash_inputs"
+MAMBA = "vllm/v1/worker/mamba_utils.py"
+HYBRID = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
+POSTCOPY = "postprocess_mamba_fused_kernel"
 REJECTION = "vllm/v1/sample/rejection_sampler.py"
 
 
@@ -50,6 +53,11 @@ class Probe:
 
 def _dflash(cause: str, title: str, path: str, function: str) -> Probe:
     return Probe(cause, "dflash-oob", title, ((path,),), (function,))
+
+
+def _align(cause: str, title: str, needs: Needs = "any") -> Probe:
+    functions = (POSTCOPY, "MambaHybridModelState.postprocess_state")
+    return Probe(cause, "pp-align-copy", title, ((MAMBA,), (HYBRID,)), functions, needs=needs)
 
 
 _ALL = (
@@ -88,6 +96,13 @@ _ALL = (
         ("sample_recovered_tokens_kernel",),
         needs="cuda",
     ),
+    _align("batch-row-index", "state is copied through the block ids of another request"),
+    _align(
+        "accepted-written-in-place", "accepted counts are reset while other programs read them", "interpreter"
+    ),
+    _align("overlapping-shift", "a window is shifted inside its block without an order", "interpreter"),
+    _align("seed-column-divisor", "the first running column is counted in blocks of another size"),
+    _align("null-block-copied", "the null block is taken for a state"),
 )
 CAUSES: dict[str, Probe] = {probe.cause: probe for probe in _ALL}
 
@@ -209,7 +224,7 @@ def _prefetch_closure(tree: Any, probe: Probe, paths: list[str]) -> None:
 
 def _arm(cause: str, subject: str, kind: DeviceKind, timeout_s: float) -> Arm:
     return Arm(
-        target="specmortem.probes.dflash_oob:judge",
+        target=f"specmortem.probes.{probe_of(cause).incident.replace('-', '_')}:judge",
         kwargs={"cause": cause, "subject": subject, "device": kind},
         name=f"{cause} on {subject}",
         timeout_s=timeout_s,
