@@ -81,3 +81,9 @@ def test_waiting_for_the_copy_leaves_fewer_schedules_and_the_same_fault():
     before, after = dflash_oob.schedules("before", guarded=True), dflash_oob.schedules("after", guarded=True)
     assert before["schedules"] < dflash_oob.schedules("before")["schedules"]
     assert before["faults"] == before["schedules"] and after["faults"] == 0
+
+
+@pytest.mark.parametrize("candidate", dflash_oob.CANDIDATES)
+def test_without_dflash_the_target_loop_runs_and_is_clean(candidate):
+    cell = dflash_oob.control(candidate, "no-dflash", transitions=3)
+    assert (cell["effect"], cell["transitions"]) == ("clean", 3)

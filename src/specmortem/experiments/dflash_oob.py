@@ -59,7 +59,7 @@ def consistent(effects: dict[str, str]) -> bool:
 def control(
     candidate: str, control: str, device: str = "sim", seed: int = 0, transitions: int = 60
 ) -> dict[str, Any]:
-    """One cell of the table causes x controls.
+    """One cell of the table causes x controls; without DFlash every candidate leaves the target loop alone to run.
 
     Raises BadInputError for a name outside CANDIDATES or CONTROLS.
     """
@@ -67,10 +67,10 @@ def control(
         raise BadInputError(
             f"no cell {candidate!r} x {control!r}; candidates {CANDIDATES}, controls {CONTROLS}"
         )
-    if candidate in ("gdn-lookup", "count-to-lookup-chain"):
-        return _LOOPS[candidate](control, device, seed, transitions)
     if control == "no-dflash":
-        return {"effect": "clean", "why": "the proposer, its kernel and its graph do not run"}
+        return _chain(control, device, seed, transitions)
+    if candidate in _LOOPS:
+        return _LOOPS[candidate](control, device, seed, transitions)
     return _PROPOSER[candidate](control, _open(device, control))
 
 
@@ -170,7 +170,8 @@ def _input_kernel(control: str, dev: Device) -> dict[str, Any]:
     requests = 1 if control == "one-request" else 2
     with _watch(dev) as watch:
         drafting.step(drafting.batch(requests, rejected=[4] + [0] * (requests - 1)))
-    return _effect(watch, corrupted=True)
+    slots = drafting.proposer.buffers.query_slots[: drafting.config.num_query_per_req]
+    return _effect(watch, corrupted=bool((slots >= 0).any()))
 
 
 def _stale_tail(k: int) -> Callable[[str, Device], dict[str, Any]]:
@@ -242,8 +243,6 @@ def _gdn_lookup(control: str, device: str, seed: int, transitions: int) -> dict[
     dev = _open(device, control, seed)
     loop = SpecLoop(dev, _loop_config(control, device), seed)
     loop.warm_up()
-    if not loop.config.speculative:
-        return {"effect": "clean", "why": "without drafts the lookup takes column 0"}
     with _watch(dev) as watch:
         loop.num_accepted[0] = 0
         dev.synchronize()
