@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from specmortem import _nursery
+from specmortem import _nursery, isolation
 from specmortem.errors import BadInputError
 from specmortem.isolation import Arm, Device, Ended, death_kind, exception_kind, run_arm, run_arms
 
@@ -440,3 +440,55 @@ def test_a_cuda_fault_has_its_kind_and_leaves_the_next_arm_unharmed() -> None:
     assert kinds == ["illegal-address", "illegal-address", "device-assert", "out-of-memory", "value"], ends
     assert "a consequence, not the cause" in ends[1].stderr_tail
     assert ends[-1].value == 8.0
+
+
+@pytest.fixture
+def kept() -> Iterator[None]:
+    isolation.keep_supervisors()
+    yield
+    isolation.keep_supervisors(wanted=False)
+
+
+def supervisors(count: int = 1) -> set[int]:
+    return {end.value["parent"] for end in run_arms([arm("origin")] * count)}
+
+
+def test_without_asking_each_call_has_a_supervisor_of_its_own() -> None:
+    assert supervisors() != supervisors()
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_kept_supervisor_serves_the_next_call() -> None:
+    assert len(supervisors(2) | supervisors(3)) == 1
+
+
+@pytest.mark.usefixtures("kept")
+def test_other_surroundings_get_another_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = supervisors()
+    monkeypatch.setenv("SPECMORTEM_TEST_SURROUNDINGS", "1")
+    assert supervisors() != before
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_kept_supervisor_that_died_is_replaced() -> None:
+    (before,) = supervisors()
+    os.kill(before, signal.SIGKILL)
+    assert gone(before)
+    assert supervisors() != {before}
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_call_left_in_the_middle_keeps_nothing() -> None:
+    def leave(end: Ended) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_arms([arm("origin"), arm("nap", seconds=60)], on_end=leave)
+    assert not isolation._idle._kept
+
+
+def test_keeping_none_ends_what_was_kept() -> None:
+    isolation.keep_supervisors()
+    (supervisor,) = supervisors()
+    isolation.keep_supervisors(wanted=False)
+    assert gone(supervisor)

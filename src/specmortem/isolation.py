@@ -12,6 +12,7 @@ leaves that group and is not found.
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -19,10 +20,11 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -186,12 +188,14 @@ def _supervised(
     supervisor: _Supervisor, arms: Sequence[Arm], requests: Sequence[str], indices: Sequence[int], limit: int
 ) -> Iterator[tuple[int, Ended]]:
     """Keep `limit` arms running until all have ended."""
-    waiting, pending = deque(indices), set(indices)
+    waiting, pending, first = deque(indices), set(indices), supervisor.started
 
     def start() -> None:
         if waiting:
             index = waiting.popleft()
-            supervisor.start(index, requests[index])
+            supervisor.start(first + index, requests[index])
+
+    supervisor.started += len(arms)
 
     for _ in range(limit):
         start()
@@ -199,7 +203,7 @@ def _supervised(
         report = supervisor.next_report()
         if report is None:
             break
-        index = report["index"]
+        index = report["index"] - first
         pending.remove(index)
         start()
         yield index, supervisor.collect(arms[index], report)
@@ -212,6 +216,7 @@ class _Supervisor:
 
     def __init__(self, folder: Path, device: Device) -> None:
         self.folder, self.device = folder, device
+        self.started = 0
         self.log = folder / "supervisor-stderr"
         reports, write = os.pipe()
         self.reports = os.fdopen(reports, encoding="utf-8")
@@ -280,7 +285,7 @@ class _Supervisor:
 
 
 @contextmanager
-def _supervisor(device: Device) -> Iterator[_Supervisor]:
+def _open_supervisor(device: Device) -> Iterator[_Supervisor]:
     """A supervisor process for the length of a block."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="specmortem-", ignore_cleanup_errors=True)
@@ -294,6 +299,65 @@ def _supervisor(device: Device) -> Iterator[_Supervisor]:
             yield supervisor
         finally:
             supervisor.close()
+
+
+class _Idle:
+    """Supervisors kept from one call to the next, at most one a device, for the same process and surroundings."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._kept: dict[Device, tuple[object, ExitStack, _Supervisor]] = {}
+
+    def take(self, device: Device) -> tuple[ExitStack, _Supervisor]:
+        """The one kept for this device where it still fits, else a new one."""
+        surroundings, stack, kept = self._kept.pop(device, (None, ExitStack(), None))
+        if kept is not None and surroundings == self._surroundings() and kept.process.poll() is None:
+            return stack, kept
+        stack.close()
+        stack = ExitStack()
+        return stack, stack.enter_context(_open_supervisor(device))
+
+    def put(self, device: Device, stack: ExitStack, supervisor: _Supervisor) -> None:
+        """Keep it where that is wanted and possible, else end it."""
+        if self.wanted and device not in self._kept and supervisor.process.poll() is None:
+            self._kept[device] = self._surroundings(), stack, supervisor
+        else:
+            stack.close()
+
+    def close(self) -> None:
+        """End what is kept."""
+        while self._kept:
+            self._kept.popitem()[1][1].close()
+
+    @staticmethod
+    def _surroundings() -> object:
+        return os.getpid(), tuple(sys.path), dict(os.environ)
+
+
+_idle = _Idle()
+atexit.register(_idle.close)
+
+
+def keep_supervisors(*, wanted: bool = True) -> None:
+    """Spare later calls the start of a supervisor, about two seconds each, as a notebook with many of them wants.
+
+    What an idle supervisor has imported stays imported: start anew after editing a module that arms use.
+    """
+    _idle.wanted = wanted
+    if not wanted:
+        _idle.close()
+
+
+@contextmanager
+def _supervisor(device: Device) -> Iterator[_Supervisor]:
+    """A supervisor with nothing running; one that was left in the middle of something is not used again."""
+    stack, supervisor = _idle.take(device)
+    try:
+        yield supervisor
+    except BaseException:
+        stack.close()
+        raise
+    _idle.put(device, stack, supervisor)
 
 
 @contextmanager
