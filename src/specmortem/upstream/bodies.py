@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import ast
-import copy
 import hashlib
 import json
+import pickle
+from typing import TypeVar
 
 HASH_LENGTH = 12
+_Node = TypeVar("_Node", bound=ast.AST)
 _IGNORED = {"annotation", "ctx", "decorator_list", "kind", "returns", "type_comment", "type_params"}
 
 
 def hash_node(node: ast.AST) -> str:
     """12 hex digits of what a definition does: name and code, no docstrings, annotations or decorators."""
-    return hash_text(json.dumps(_canonical(_Bare().visit(copy.deepcopy(node)))))
+    return hash_text(json.dumps(_canonical(_Bare().visit(copied(node)))))
+
+
+def copied(node: _Node) -> _Node:
+    """A deep copy, several times as fast as copy.deepcopy."""
+    twin: _Node = pickle.loads(pickle.dumps(node, pickle.HIGHEST_PROTOCOL))
+    return twin
 
 
 def hash_text(text: str) -> str:

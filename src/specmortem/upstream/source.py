@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
 
 from specmortem.upstream.errors import LiftError
@@ -69,9 +70,15 @@ def read(tree: Tree, path: str) -> Source:
     """
     file = tree.fetch([path])[path]
     try:
-        module = ast.parse(file.read_bytes(), str(file))
+        return _indexed(path, file, file.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise LiftError(f"{tree.subject}: {path} cannot be parsed by this Python: {error}") from error
+
+
+@lru_cache(maxsize=32)
+def _indexed(path: str, file: Path, content: bytes) -> Source:
+    """Shared by all that read a file of this content; nobody changes it."""
+    module = ast.parse(content, str(file))
     source = Source(path, file, postponed=_postpones_annotations(module))
     for binding in _bindings(module.body, Rank.LIVE):
         if binding.name == "*" and isinstance(binding.value, Import):

@@ -6,7 +6,6 @@ Line numbers stay those of the released file. Triton kernels keep annotations: t
 from __future__ import annotations
 
 import ast
-import copy
 import dis
 import inspect
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import TypeVar
 
+from specmortem.upstream.bodies import copied
 from specmortem.upstream.source import Definition, Import, Source, imports
 
 PLATFORM_DECORATORS = (
@@ -58,7 +58,7 @@ def trim(source: Source, node: ast.stmt, is_known: Callable[[str], bool], owner:
     dropped. `owner` is the class of a single method, compiled as a plain function in a class of that name.
     """
     trimmer = _Trimmer(source, is_known, dropped=BINDING_DECORATORS if owner else ())
-    statement = trimmer.visit(copy.deepcopy(node))
+    statement = trimmer.visit(copied(node))
     if owner:
         statement = _inside_class(owner, statement)
     module = ast.Module([statement], type_ignores=[])
