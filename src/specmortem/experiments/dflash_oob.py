@@ -519,11 +519,6 @@ def landing(device: str = "sim", seed: int = 0, transitions: int = 60) -> dict[s
     return found
 
 
-def info(device: str) -> dict[str, Any]:
-    """Kind, name and driver of a device."""
-    return devices.open(device).info.as_dict()
-
-
 def price(device: str = "cuda", requests: int = 64, k: int = 15) -> dict[str, float]:
     """Median microseconds of each arm's input kernel, and the ratio, from one process."""
     rng = random.Random(0)

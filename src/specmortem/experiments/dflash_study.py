@@ -7,12 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from specmortem import probes
-from specmortem.errors import UnavailableError
 from specmortem.experiments import dflash_oob as arms
-from specmortem.isolation import Arm, Ended, run_arm, run_arms
+from specmortem.experiments import study
+from specmortem.isolation import Arm, run_arms
 from specmortem.proposers.dflash import capture_sizes, padded_size
-from specmortem.verdict import DeviceInfo, DeviceKind, Evidence, Outcome, Row
+from specmortem.verdict import DeviceKind, Row
 
 MODULE = "specmortem.experiments.dflash_oob"
 CAUSE_OF = {
@@ -27,40 +26,6 @@ CAUSE_OF = {
 RELEASES = ("0.20.1", "0.22.1", "0.24.0", "0.28.0", "0.33.0")
 
 
-def device_info(device: str) -> DeviceInfo:
-    """The device that `auto`, `sim` or `cuda` stands for here, opened in a process of its own.
-
-    Raises UnavailableError when a CUDA device is asked for and cannot be opened.
-    """
-    ended = run_arm(
-        Arm(
-            f"{MODULE}:info",
-            {"device": probes.device_kind(device)},
-            "device",
-            120,
-            probes.device_kind(device),
-        )
-    )
-    if ended.kind != "value":
-        raise UnavailableError(f"device {device!r} cannot be opened: {ended.message}; give device=sim")
-    return DeviceInfo(**ended.value)
-
-
-def causes() -> list[str]:
-    """Causes of this incident that a probe judges."""
-    return [cause for cause, probe in probes.CAUSES.items() if probe.incident == "dflash-oob"]
-
-
-def probe_rows(subjects: Sequence[str], device: DeviceKind) -> list[Row]:
-    """One row a cause and subject; this package's arms are named after themselves, releases `released`."""
-    pairs = [(cause, subject) for cause in causes() for subject in subjects]
-    verdicts = probes.judge_many(pairs, device=device)
-    return [
-        Row.of(verdict, cause=cause, subject=subject, arm=subject if "==" not in subject else "released")
-        for (cause, subject), verdict in zip(pairs, verdicts, strict=True)
-    ]
-
-
 def control_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
     """Every cell of the table candidates x controls."""
     timed = [cell for cell in arms.cells() if cell[0] == "count-to-lookup-chain"]
@@ -69,7 +34,7 @@ def control_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
     for cells, side_by_side in ((others, 8), (timed, 1)):
         asked = [_control(candidate, control, device, seed, transitions) for candidate, control in cells]
         for end, (candidate, control) in zip(run_arms(asked, cuda_parallel=side_by_side), cells, strict=True):
-            rows.append(_row(end, CAUSE_OF[candidate], _arm_name(candidate, control), "before", seed))
+            rows.append(study.row(end, CAUSE_OF[candidate], _arm_name(candidate, control), "before", seed))
     return rows
 
 
@@ -96,7 +61,7 @@ def link_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
         Arm(f"{MODULE}:chain", {"link": link, **kwargs}, f"chain, {link}", 180, device) for link in arms.LINKS
     ]
     return [
-        _row(
+        study.row(
             end,
             "count-to-lookup-chain",
             link if link in ("before", "after") else "one-link-mended",
@@ -123,7 +88,7 @@ def random_rows(
             for part in range(parts)
         ]
         ended = run_arms(asked, cuda_parallel=parts)
-        rows.append(_sum(ended, "v1-rejected-equals-context", "random-states", arm, seed, "states"))
+        rows.append(study.total(ended, "v1-rejected-equals-context", "random-states", arm, seed, "states"))
     return rows
 
 
@@ -134,7 +99,9 @@ def schedule_rows() -> list[Row]:
     ]
     ended = run_arms(asked)
     return [
-        _sum([end], "v1-rejected-equals-context", "schedules", str(end.arm.kwargs["arm"]), None, "schedules")
+        study.total(
+            [end], "v1-rejected-equals-context", "schedules", str(end.arm.kwargs["arm"]), None, "schedules"
+        )
         for end in ended
     ]
 
@@ -148,40 +115,9 @@ def replay_rows(device: DeviceKind, seed: int, replays: int) -> list[Row]:
     ]
     proposer, lookup = run_arms(asked, cuda_parallel=2)
     return [
-        _sum([proposer], "v1-rejected-equals-context", "graph-replays", "after", seed, "replays"),
-        _sum([lookup], "gdn-unbounded-accepted", "graph-replays", "after", seed, "replays"),
+        study.total([proposer], "v1-rejected-equals-context", "graph-replays", "after", seed, "replays"),
+        study.total([lookup], "gdn-unbounded-accepted", "graph-replays", "after", seed, "replays"),
     ]
-
-
-def _row(end: Ended, cause: str, arm: str, subject: str, seed: int | None) -> Row:
-    """A row from one experiment: its own account, or the typed end of its process."""
-    if end.kind == "value":
-        effect, why = str(end.value["effect"]), str(end.value.get("why", ""))
-        detail = {key: value for key, value in end.value.items() if key != "why"}
-    elif end.kind in ("illegal-address", "device-assert", "cuda-error"):
-        effect, why, detail = end.kind, end.message.splitlines()[0], {"effect": end.kind}
-    else:
-        evidence = Evidence(reason=f"{end.kind}: {end.message}", detail={"stderr": end.stderr_tail[-400:]})
-        return Row(cause, arm, subject, "not-judged", 0, 0, seed, evidence)
-    outcome: Outcome = "clean" if effect == "clean" else "fault"
-    evidence = Evidence(observed=effect, reason=why, detail={**detail, "effect": effect})
-    return Row(cause, arm, subject, outcome, 1, int(outcome == "fault"), seed, evidence)
-
-
-def _sum(ended: list[Ended], cause: str, arm: str, subject: str, seed: int | None, unit: str) -> Row:
-    """One row from the parts of a long run; a part that did not return a value makes it a fault or not judged."""
-    bad = next((end for end in ended if end.kind != "value"), None)
-    if bad is not None:
-        return _row(bad, cause, arm, subject, seed)
-    runs, faults = (sum(int(end.value[key]) for end in ended) for key in (unit, "faults"))
-    witness = next((str(end.value["witness"]) for end in ended if end.value.get("witness")), "")
-    evidence = Evidence(witness=witness, detail={"unit": unit, "upper_bound_95": upper_bound(runs, faults)})
-    return Row(cause, arm, subject, "fault" if faults else "clean", runs, faults, seed, evidence)
-
-
-def upper_bound(runs: int, faults: int) -> float | None:
-    """95 % upper bound of the rate after 0 faults in `runs` independent runs; None when there were faults."""
-    return round(1 - 0.05 ** (1 / runs), 8) if runs and not faults else None
 
 
 def control_table(rows: Sequence[Row]) -> pd.DataFrame:
@@ -202,30 +138,6 @@ def _candidate(row: Row) -> tuple[str, str]:
     suffix = f"-{name}" if name else ""
     candidate = next(c for c, cause in CAUSE_OF.items() if cause == row.cause and c.endswith(suffix))
     return candidate, control
-
-
-def release_table(rows: Sequence[Row]) -> pd.DataFrame:
-    """Causes x releases, each cell the outcome."""
-    frame = pd.DataFrame(
-        [(r.cause, r.subject.removeprefix("vllm=="), r.outcome) for r in rows if "==" in r.subject]
-    )
-    return frame.pivot(index=0, columns=1, values=2).rename_axis("cause").rename_axis(None, axis=1)
-
-
-def body_table(rows: Sequence[Row]) -> pd.DataFrame:
-    """Which releases have the same body of each judged function."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        for function, body in dict(row.evidence.detail.get("hashes", {})).items():
-            releases = found.setdefault((function, body), [])
-            release = row.subject.removeprefix("vllm==")
-            if release not in releases:
-                releases.append(release)
-    data: list[dict[str, Any]] = [
-        {"function": f, "body": body, "releases": ", ".join(releases)}
-        for (f, body), releases in sorted(found.items())
-    ]
-    return pd.DataFrame(data)
 
 
 def crash_table(data: Mapping[str, Any]) -> pd.DataFrame:
