@@ -175,9 +175,13 @@ MUTANTS = {
     "boundary": ("if aligned >= running:", "if aligned > running:"),
     "left shift": ("+ shift * unit\n", "\n"),
     "temporal column": ("from_col = tl.where(is_conv, src_col, src_col + bias)", "from_col = src_col"),
-    "tail bytes": ("for start in range(pairs * 16 + tile * BLOCK, size,", "for start in range(size, size,"),
-    "body words": ("for start in range(tile * BLOCK, pairs * 2,", "for start in range(0, 0,"),
-    "tiles": ("range(tile * BLOCK, pairs * 2, TILES * BLOCK)", "range(tile * BLOCK, BLOCK, TILES * BLOCK)"),
+    "tail bytes": (
+        "for start in range(words * 8 + tile * 2 * BLOCK, size,",
+        "for start in range(size, size,",
+    ),
+    "body words": ("for start in range(tile * span, end, BLOCK)", "for start in range(0, 0, BLOCK)"),
+    "tiles": ("range(tile * span, end, BLOCK)", "range(tile * span, tl.minimum(end, span), BLOCK)"),
+    "end of a tile": ("tl.minimum((tile + 1) * span, words)", "words - span"),
     "one tile shifts": ("elif tile == 0:", "elif tile < 2:"),
 }
 CASES = (

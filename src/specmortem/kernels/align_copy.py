@@ -67,8 +67,8 @@ class Tuning:
     """Programs a state, 8-byte words a program and turn, and warps of a copy launch; 0 tiles: by the largest state."""
 
     tiles: int = 0
-    block: int = 2048
-    num_warps: int = 8
+    block: int = 1024
+    num_warps: int = 4
 
 
 @dataclass(frozen=True)
@@ -395,19 +395,26 @@ class _Orders:
 
 @triton.jit
 def _move_bytes(src, dst, size, tile, TILES: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy `size` bytes from address to address: 16 a lane where both are aligned to 16, else single bytes."""
+    """Copy `size` bytes from address to address: 8 a lane where both are aligned to 8, else single bytes.
+
+    Each tile has a run of its own. Words of 16 bytes were up to 4 % slower on an H200 (see benchmarks/README.md).
+    """
     lane = tl.arange(0, BLOCK)
-    pairs = tl.where(((src | dst) & 15) == 0, size // 16, 0)
-    from_words = tl.multiple_of(src.to(tl.pointer_type(tl.int64)), 16)
-    to_words = tl.multiple_of(dst.to(tl.pointer_type(tl.int64)), 16)
-    for start in range(tile * BLOCK, pairs * 2, TILES * BLOCK):
-        mask = start + lane < pairs * 2
+    words = tl.where(((src | dst) & 7) == 0, size // 8, 0)
+    from_words = src.to(tl.pointer_type(tl.int64))
+    to_words = dst.to(tl.pointer_type(tl.int64))
+    span = (words + TILES * BLOCK - 1) // (TILES * BLOCK) * BLOCK
+    end = tl.minimum((tile + 1) * span, words)
+    for start in range(tile * span, end, BLOCK):
+        mask = start + lane < end
         tl.store(to_words + start + lane, tl.load(from_words + start + lane, mask=mask), mask=mask)
     from_bytes = src.to(tl.pointer_type(tl.uint8))
     to_bytes = dst.to(tl.pointer_type(tl.uint8))
-    for start in range(pairs * 16 + tile * BLOCK, size, TILES * BLOCK):
-        mask = start + lane < size
-        tl.store(to_bytes + start + lane, tl.load(from_bytes + start + lane, mask=mask), mask=mask)
+    # Not `lane`: with lanes in common, bytes are loaded in the words' layout and change it through shared memory.
+    byte = tl.arange(0, 2 * BLOCK)
+    for start in range(words * 8 + tile * 2 * BLOCK, size, TILES * 2 * BLOCK):
+        mask = start + byte < size
+        tl.store(to_bytes + start + byte, tl.load(from_bytes + start + byte, mask=mask), mask=mask)
 
 
 @triton.jit
@@ -439,6 +446,8 @@ def _copy_state(
     shift = tl.where(is_conv, bias, 0)
     in_row = (from_col >= 0) & (from_col < columns) & (dst_col >= 0) & (dst_col < columns)
     usable = in_row | (not IN_ROW)  # guard: in_row
+    base, stride = tl.load(bases + state), tl.load(block_strides + state)
+    unit = tl.load(inner_sizes + state) * tl.load(elem_sizes + state)
     table = tl.load(table_ptrs + tl.load(groups + state)).to(tl.pointer_type(tl.int32))
     table += row.to(tl.int64) * row_stride
     src_block = tl.load(table + from_col, mask=usable, other=0).to(tl.int64)
@@ -446,8 +455,6 @@ def _copy_state(
     is_state = (src_block != 0) & (dst_block != 0)
     usable = usable & (is_state | (not SKIP_NULL))  # guard: skip_null
     if usable & ((src_block != dst_block) | (shift > 0)):
-        base, stride = tl.load(bases + state), tl.load(block_strides + state)
-        unit = tl.load(inner_sizes + state) * tl.load(elem_sizes + state)
         src = base + src_block * stride + shift * unit
         dst = base + dst_block * stride
         count = tl.where(is_conv, width - shift, 1)
@@ -668,7 +675,7 @@ def _launch(
     if rows < needed:
         raise BadInputError(f"block tables have {rows} rows; indexed by {guards.row} they need {needed}")
     chosen = tuning or Tuning()
-    tiles = chosen.tiles or min(64, triton.cdiv(states.widest, 8 * chosen.block))
+    tiles = chosen.tiles or min(16, triton.cdiv(states.widest, 8 * chosen.block))
     kernel[(n, len(states.states), tiles)](
         idx_mapping,
         *arguments,
