@@ -59,6 +59,7 @@ class DecodeGraphs:
         """Hidden states [tokens of the batch, D] of a batch of decodes."""
         graph = self._graphs[self.padded(batch)]
         x = self.model.embed([t for row in batch.rows for t in row.tokens]) if hidden is None else hidden
+        self.device.synchronize()  # x comes from outside the device's streams
         self.device.launch(self._fill, list(slots), x.view(len(slots), self.tokens, -1), name="graph inputs")
         graph.replay()
         self.device.synchronize()

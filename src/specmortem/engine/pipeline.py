@@ -17,6 +17,7 @@ from specmortem.device import Device
 from specmortem.engine.scheduler import Batch, BatchRow, Drafter, EngineConfig, Request, Scheduler, _no_drafts
 from specmortem.engine.worker import Binding, Copied, Copies, Graphs, Model, Worker
 from specmortem.errors import BadInputError
+from specmortem.kernels.align_copy import AFTER, Guards
 
 
 class Sampler(Protocol):
@@ -74,12 +75,22 @@ class Pipeline:
         copies: Copies = "plain",
         graphs: Callable[[Worker], Graphs] | None = None,
         ranks: Sequence[int] | None = None,
+        guards: Guards = AFTER,
     ) -> None:
         self.config, self.sampler = config, sampler
         self.scheduler = Scheduler(config, requests, drafter)
         last = config.pp_size - 1
         self.workers = [
-            Worker(device, config, model(rank), binding, rank=rank, late=rank < last, copies=copies)
+            Worker(
+                device,
+                config,
+                model(rank),
+                binding,
+                rank=rank,
+                late=rank < last,
+                copies=copies,
+                guards=guards,
+            )
             for rank in (range(config.pp_size) if ranks is None else ranks)
         ]
         if graphs is not None:

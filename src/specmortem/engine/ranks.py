@@ -74,7 +74,7 @@ class Rank:
         self.where = worker.device.torch_device
         self._started: list[Outputs] = []
 
-    def run(self, max_steps: int = 2000) -> int:
+    def run(self, max_steps: int = 100_000) -> int:
         """Steps until no request is left; raises BadInputError when there are more than `max_steps`."""
         steps = 0
         while not self.scheduler.done:
@@ -159,6 +159,7 @@ def _join(rank: int, world_size: int, meeting: str, device: str) -> Any:
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "sim":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # two ranks gain nothing from NVLink multicast
     dist.init_process_group(
         backend,
         init_method=f"file://{meeting}",
@@ -177,6 +178,7 @@ def run_ranks(
     device: Device = "sim",
     copies: Copies = "plain",
     width: int = 1024,
+    timeout_s: float = TIMEOUT_S + 30,
 ) -> list[dict[str, Any]]:
     """What each rank returned (see `run_rank`), in order; on CUDA every rank has a GPU of its own.
 
@@ -196,7 +198,7 @@ def run_ranks(
             "width": width,
         }
         arms = [
-            Arm(f"{__name__}:run_rank", {"rank": rank, **shared}, f"rank {rank}", TIMEOUT_S + 30, device)
+            Arm(f"{__name__}:run_rank", {"rank": rank, **shared}, f"rank {rank}", timeout_s, device)
             for rank in range(world_size)
         ]
         ended = run_arms(arms, parallel=world_size, cuda_parallel=world_size)

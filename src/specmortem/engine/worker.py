@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from specmortem.engine.pool import poison
 from specmortem.engine.scheduler import Batch, EngineConfig
 from specmortem.engine.slots import Slots, Ticket
 from specmortem.kernels import align_copy
-from specmortem.kernels.align_copy import AlignStates, Counters, Guards, Move, Row, State
+from specmortem.kernels.align_copy import AFTER, AlignStates, Counters, Guards, Move, Row, State
 
 T = TypeVar("T")
 Copies = Literal["plain", "triton"]
@@ -116,7 +116,7 @@ class _Pending(NamedTuple):
 
 
 class Worker:
-    """One rank. `late` is true for all but the last."""
+    """One rank. `late` is true for all but the last; `guards` are those of the copy kernels, but for the row."""
 
     def __init__(
         self,
@@ -128,9 +128,11 @@ class Worker:
         rank: int = 0,
         late: bool = True,
         copies: Copies = "plain",
+        guards: Guards = AFTER,
     ) -> None:
         self.device, self.config, self.model, self.binding = device, config, model, binding
         self.rank, self.late, self.copies = rank, late, copies
+        self.guards = replace(guards, row=binding.row)
         self.slots = Slots(config.max_num_seqs)
         self.tables = BlockTables(device, config.max_num_seqs, config.max_blocks)
         self.counters = Counters.empty(config.max_num_seqs + 1, device.torch_device)
@@ -224,13 +226,21 @@ class Worker:
             self._moves = align_copy.reference_postcopy(self.states, *post, row)
         else:
             self._moves, _ = align_copy.plan_postcopy(self.states, *post, row)
-            align_copy.postcopy(self.states, *post, Guards(row=row))
+            align_copy.postcopy(self.states, *post, self.guards)
 
-    def _update(self, batch: Batch) -> None:
-        for name in batch.left:
+    def _release(self, names: Sequence[int]) -> None:
+        """Free what the leaving hold. `on_leave` may look at states while no queued work changes them."""
+        if names:
+            self.device.synchronize()
+        for name in names:
             self.on_leave(name)
             self.slots.release(name)
             del self.blocks[name]
+        if names:
+            self.device.synchronize()
+
+    def _update(self, batch: Batch) -> None:
+        self._release(batch.left)
         for name in batch.came:
             self.tables.clear(self.slots.take(name))
             self.blocks[name] = []
@@ -275,7 +285,7 @@ class Worker:
             self._moves = align_copy.reference_precopy(self.states, self.counters, mapping, row)
         else:
             self._moves = align_copy.plan_precopy(self.states, self.counters, mapping, row)
-            align_copy.precopy(self.states, self.counters, mapping, Guards(row=row))
+            align_copy.precopy(self.states, self.counters, mapping, self.guards)
 
     def _audit(self, step: int, when: Literal["pre", "post"]) -> None:
         """Compare the copies just made with who owns which block, and with those that were wanted."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from specmortem import device as devices
+from specmortem.detect import bounds
 from specmortem.device import Device
 from specmortem.engine.decode_graphs import DecodeGraphs
 from specmortem.engine.pipeline import Pipeline, RandomAcceptance, Run
@@ -34,6 +36,7 @@ from specmortem.engine.tag_model import TagModel
 from specmortem.engine.worker import BINDINGS, Copied, Copies, Worker
 from specmortem.errors import BadInputError
 from specmortem.isolation import Device as DeviceName
+from specmortem.kernels.align_copy import AFTER, Guards
 
 SMALL = EngineConfig(pp_size=2, num_speculative_tokens=2, block_size=8, max_num_seqs=4, max_model_len=96)
 STAGGERED = (
@@ -154,7 +157,12 @@ def prefix_hits(subject: str, device: str = "sim", pp_size: int = 2, length: int
         text, expected = (continued(said.models, at, known[end : end + 1], length) for at in (carried, right))
         if text != expected:
             wrong.append({"request": name, "prefix": end, "text": text, "expected": expected})
-    return {"prefixes": len(cache.kept), "faults": len(wrong), "hits": wrong}
+    witness = (
+        "request {request}, first {prefix} tokens: {text} instead of {expected}".format(**wrong[0])
+        if wrong
+        else ""
+    )
+    return {"prefixes": len(cache.kept), "faults": len(wrong), "hits": wrong, "witness": witness}
 
 
 def _graphs(dev: Device, config: EngineConfig) -> Callable[[Worker], DecodeGraphs]:
@@ -201,10 +209,15 @@ def ranks(
     device: DeviceName = "sim",
     copies: Copies = "plain",
     width: int = 1024,
+    requests: int = 0,
 ) -> dict[str, Any]:
-    """The same with a process a rank; what each rank saw, and whether all of them ended with the same texts."""
+    """The same with a process a rank; what each rank saw, and whether all of them ended with the same texts.
+
+    `requests`: that many random requests, a new one every four steps, instead of the small case's four.
+    """
     _binding(subject)
-    seen = run_ranks(world_size, subject, SMALL, STAGGERED, device, copies, width)
+    asked = _stream_of(requests) if requests else STAGGERED
+    seen = run_ranks(world_size, subject, SMALL, asked, device, copies, width, timeout_s=120 + requests)
     outputs, expected = seen[0]["outputs"], seen[0]["expected"]
     differ = [name for name, text in sorted(outputs.items()) if text != expected[name]]
     stuck = [name for name in differ if set(outputs[name][-4:]) == {width - 1}]
@@ -212,12 +225,24 @@ def ranks(
     return {
         "effect": "constant-token" if stuck else "corruption" if differ or any(wrong) else "clean",
         "wrong_copies": wrong,
+        "copies": [one["copies"] for one in seen],
         "first_wrong_step": [one["first_wrong_step"] for one in seen],
         "steps": [one["steps"] for one in seen],
         "agree": all(one["outputs"] == outputs for one in seen),
-        "texts_wrong": differ,
-        "texts_stuck": stuck,
+        "requests": len(outputs),
+        "texts_wrong": differ if len(differ) < 20 else len(differ),
+        "texts_stuck": stuck if len(stuck) < 20 else len(stuck),
     }
+
+
+def _stream_of(requests: int, texts: int = 32) -> list[Request]:
+    """A request every four steps; their prompts and lengths come round after `texts` of them."""
+    rng = random.Random(0)
+    asked = [
+        (tuple(rng.randrange(1000) for _ in range(rng.randint(4, 40))), rng.randint(24, 48))
+        for _ in range(texts)
+    ]
+    return [Request(n, *asked[n % texts], 4 * n) for n in range(1, requests + 1)]
 
 
 # Workloads whose state is its own account
@@ -234,6 +259,7 @@ class _Account:
         sampler: Any,
         device: str = "sim",
         copies: Copies = "plain",
+        guards: Guards = AFTER,
     ) -> None:
         dev = devices.open(device, schedule="immediate")
         self.config, self.model = config, TagModel(dev, config)
@@ -245,6 +271,7 @@ class _Account:
             model=lambda rank: self.model,
             sampler=sampler,
             copies=copies,
+            guards=guards,
             ranks=[0],
         )
         self.worker = self.pipeline.workers[0]
@@ -362,6 +389,7 @@ def same_as_reference(
         while not plain.pipeline.scheduler.done:
             plain.pipeline.step()
             kernels.pipeline.step()
+            kernels.worker.device.synchronize()
             steps += 1
             differences += not _equal(plain.worker, kernels.worker)
         copies += len(kernels.worker.copied)
@@ -377,6 +405,39 @@ def _equal(one: Worker, other: Worker) -> bool:
 def _host(tensor: torch.Tensor) -> torch.Tensor:
     """On the host, with a number for NaN, which equals nothing."""
     return torch.nan_to_num(tensor.cpu(), nan=-1.0)
+
+
+def outside(subject: str, workloads: int, seed: int = 0, device: str = "sim") -> dict[str, Any]:
+    """Workloads through kernels that check neither columns nor block ids; does an access leave its row or the pool?
+
+    On the simulated device the bounds detector says so (a row ends with its own columns), on CUDA an illegal address
+    would end the process.
+    """
+    bare = Guards(in_row=False, skip_null=False)
+    wrong = copies = 0
+    reports: list[bounds.Report] = []
+    for number in range(seed, seed + workloads):
+        config, requests = random_workload(number, 4)
+        one = _Account(subject, config, requests, RandomAcceptance(number), device, "triton", bare)
+        with nullcontext() if device == "cuda" else _watching(one.worker) as watch:
+            one.run()
+        reports += watch.reports if watch is not None else []
+        copies, wrong = copies + len(one.worker.copied), wrong + len(one.worker.wrong)
+    witness = str(reports[0]) if reports else ""
+    figures = {"workloads": workloads, "faults": len(reports), "copies": copies, "wrong_copies": wrong}
+    return {**figures, "seed": seed, "witness": witness}
+
+
+@contextmanager
+def _watching(worker: Worker) -> Iterator[bounds.Watch]:
+    """Rows of the table that the copies read, and the pool behind every address that they are given."""
+    states = worker.states
+    with bounds.watch() as watch:
+        if worker.binding.row == "batch":
+            watch.rows(states.tables[0], of=bounds.program(0), name="block_table", owner_name="batch row")
+        watch.pointers(states.table_ptrs, *states.tables, name="table_ptrs")
+        watch.pointers(states.bases, *(state.tensor for state in states.states), name="bases")
+        yield watch
 
 
 class _Scripted:
@@ -488,8 +549,3 @@ def _drawn(copied: Copied) -> dict[str, Any]:
 def cells() -> list[tuple[str, str]]:
     """Subjects x controls."""
     return list(itertools.product(BINDINGS, CONTROLS))
-
-
-def info(device: str) -> dict[str, Any]:
-    """Kind, name and driver of a device."""
-    return devices.open(device).info.as_dict()
