@@ -94,8 +94,9 @@ class Summary:
 
     @property
     def releases(self) -> tuple[Span, ...]:
-        """Outcomes over releases, all causes together."""
-        return spans(self.rows)
+        """Outcomes over releases: of the main claim's cause, or of all causes where it names none."""
+        cause = self.main_claim.cause if self.main_claim else ""
+        return spans(row for row in self.rows if cause in ("", row.cause))
 
     @property
     def seeds(self) -> str:

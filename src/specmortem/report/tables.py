@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pandas as pd
 from IPython.display import HTML
 
 from specmortem import incident
-from specmortem.verdict import Results, Row
+from specmortem.verdict import Evidence, Results, Row
 
 MARKS = {
     "fault": "✗ fault",
@@ -20,9 +21,11 @@ MARKS = {
     "not-judged": "– not judged",
     "illegal-address": "✗ illegal address",
     "corruption": "✗ silent corruption",
+    "constant-token": "✗ constant token",
     "consistent": "✓ consistent",
     "refuted": "✗ refuted",
 }
+DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 def shown(table: pd.DataFrame | Iterable[Mapping[str, Any]]) -> HTML:
@@ -36,7 +39,12 @@ def shown(table: pd.DataFrame | Iterable[Mapping[str, Any]]) -> HTML:
 
 def marked(table: pd.DataFrame) -> pd.DataFrame:
     """Outcomes and effects with a symbol beside the word, so that colour is never the only carrier."""
-    return table.map(lambda value: MARKS.get(value, value) if isinstance(value, str) else value)
+    return table.map(lambda value: _marked(value) if isinstance(value, str) else value)
+
+
+def _marked(text: str) -> str:
+    """An outcome with its symbol; a date that does not break at its hyphens."""
+    return text.replace("-", "\N{NON-BREAKING HYPHEN}") if DATE.fullmatch(text) else MARKS.get(text, text)
 
 
 def rows_table(rows: Iterable[Row]) -> pd.DataFrame:
@@ -48,11 +56,18 @@ def rows_table(rows: Iterable[Row]) -> pd.DataFrame:
             "subject": r.subject,
             "outcome": r.outcome,
             "faults / runs": f"{r.faults:,} / {r.runs:,}",
-            "evidence": r.evidence.observed or r.evidence.witness or r.evidence.reason,
+            "evidence": _told(r.evidence),
         }
         for r in rows
     ]
     return pd.DataFrame(data)
+
+
+def _told(evidence: Evidence) -> str:
+    """One line: what was observed, with its reason where that says more than an effect's name."""
+    if evidence.observed in MARKS and evidence.reason:
+        return f"{MARKS[evidence.observed]}: {evidence.reason}"
+    return evidence.observed or evidence.witness or evidence.reason
 
 
 def latest_results(slug: str, results_dir: Path, root: Path | None = None) -> Path | None:
