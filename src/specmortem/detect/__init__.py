@@ -1,1 +1,1 @@
-"""Detectors: memory bounds of Triton kernels, on a machine without a GPU."""
+"""Detectors: memory bounds of Triton kernels, and races between copies, kernels and the host."""

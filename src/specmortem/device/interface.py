@@ -145,18 +145,19 @@ class Device(ABC):
         all tensors in `args`.
         """
         label = name or _function_name(fn)
-        baked = [_baked(arg) for arg in args]
-        tensors = [tensor for arg in baked for tensor in _tensors_in(arg)]
+        tensors: list[torch.Tensor] = []
+        baked = [_baked(arg, tensors) for arg in args]
         read, written = (tensors if some is None else list(some) for some in (reads, writes))
         alive = (*tensors, *read, *written)
         self._check_on_device(alive, label)
+        regions = self._regions(read)
         self._submit(
             Op(
                 "launch",
                 label,
                 partial(fn, *baked),
-                self._regions(read),
-                self._regions(written),
+                regions,
+                regions if written is read else self._regions(written),
                 alive,
                 duration_us,
             ),
@@ -247,6 +248,7 @@ class Device(ABC):
                 f"graph {graph.name!r} holds no finished capture; replay it after its `with` block"
             )
         self._host_call("replay", stream.name, graph.name)
+        self._tell(lambda observer, site: observer.replaying(stream, graph, site))
         for op in graph.ops:
             self._tell_enqueued(stream, op)
         self._enqueue_graph(graph, stream)
@@ -396,29 +398,27 @@ class Device(ABC):
         """Microseconds since the device was opened, where there is a clock."""
 
 
+PLAIN = frozenset((int, float, bool, str, type(None)))
+
+
 def _event_name(target: Stream | Event | None) -> str:
     return target.name if isinstance(target, Event) else ""
 
 
-def _baked(value: Any) -> Any:
-    """`value` as it is now: containers and numpy arrays copied, tensors by address."""
-    if isinstance(value, HostBuffer):
-        raise BadInputError(f"{value!r} cannot be an argument of a launch; copy_async it to a tensor")
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if type(value) is dict:
-        return {key: _baked(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_baked(item) for item in value)
-    return value
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _baked(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """`value` as it is now: containers and numpy arrays copied, tensors by address and added to `tensors`."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)
+        tensors.append(value)
+    elif isinstance(value, HostBuffer):
+        raise BadInputError(f"{value!r} cannot be an argument of a launch; copy_async it to a tensor")
+    elif isinstance(value, np.ndarray):
+        return value.copy()
+    elif type(value) is dict:
+        return {key: _baked(item, tensors) for key, item in value.items()}
+    elif type(value) in (list, tuple):
+        plain = PLAIN.issuperset(map(type, value))
+        return value[:] if plain else type(value)(_baked(item, tensors) for item in value)
+    return value
 
 
 def _function_name(fn: Callable[..., object]) -> str:

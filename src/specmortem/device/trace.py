@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from specmortem.device.memory import Op, Region
 
 if TYPE_CHECKING:
-    from specmortem.device.objects import Event, HostBuffer, Stream
+    from specmortem.device.objects import Event, Graph, HostBuffer, Stream
 
 _PACKAGE = str(Path(__file__).parent)
 
@@ -38,6 +38,9 @@ class Observer:
 
     def enqueued(self, stream: Stream, op: Op, site: str) -> None:
         """A launch, copy or spin entered a stream; a replay tells each of its operations."""
+
+    def replaying(self, stream: Stream, graph: Graph, site: str) -> None:
+        """A replay begins; its operations are told next."""
 
     def executed(self, stream: Stream, op: Op) -> None:
         """The simulator is about to run queued work."""

@@ -1,0 +1,217 @@
+"""The recorder for plain PyTorch programs on CUDA, which use none of this package's classes."""
+
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from specmortem.detect.staging.order import Access, Clock
+from specmortem.detect.staging.torch_calls import Interceptor, TorchWatch, copy_ends, touched, waits
+from specmortem.device import Region
+from specmortem.device.cuda import missing
+from specmortem.errors import UnavailableError
+
+_COPY, _TO_COPY = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+
+
+class _Captured(NamedTuple):
+    reads: tuple[Region, ...]
+    writes: tuple[Region, ...]
+    alive: tuple[torch.Tensor, ...]
+
+
+class Recorder(Interceptor):
+    """Runs every operation as it is and notes its order; only host memory is tracked."""
+
+    def __init__(self, watch: TorchWatch) -> None:
+        super().__init__(watch)
+        self._capturing: list[_Captured] | None = None
+        self._graphs: dict[int, list[_Captured]] = {}
+        self._ends: dict[int, Clock] = {}
+
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in (_COPY, _TO_COPY) and self._crosses(func, args, kwargs):
+            return self._copy(func, args, kwargs)
+        reads, writes = touched(func, args, kwargs)
+        self.touch_all(reads, write=False)
+        self.touch_all(writes, write=True)
+        result = func(*args, **kwargs)
+        if waits(func, args) and any(self.on_device(tensor) for tensor in (*reads, *writes)):
+            self.join_stream()
+        return result
+
+    def _crosses(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a copy is between host and device."""
+        if func is _COPY:
+            return self.on_device(args[0]) != self.on_device(args[1])
+        target = kwargs.get("device")
+        return target is not None and (torch.device(target).type == "cuda") != self.on_device(args[0])
+
+    def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The contents are looked at before it runs, since a copy up changes them."""
+        self.contents.check()
+        if func is _COPY and not self.on_device(args[0]):
+            self.contents.forget(self.watch.region(args[0]))
+        result = func(*args, **kwargs)
+        dst, src, non_blocking = self._ends_of_copy(func, args, kwargs, result)
+        self.transfer(dst, src, non_blocking, lambda: None)
+        return result
+
+    @staticmethod
+    def _ends_of_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> Any:
+        if func is _COPY:
+            return copy_ends(args, kwargs)
+        return result, args[0], bool(kwargs.get("non_blocking", False))
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def host(self, tensor: torch.Tensor, region: Region, write: bool) -> None:
+        self.order.host(region, write, (tensor,))
+
+    def enqueue(
+        self,
+        run: Callable[[], object],
+        reads: tuple[Region, ...],
+        writes: tuple[Region, ...],
+        alive: tuple[torch.Tensor, ...],
+    ) -> Access | None:
+        """Keep the host's side of the copy; a device tensor is not tracked, and not kept alive."""
+        host = tuple(tensor for tensor in alive if not self.on_device(tensor))
+        down = not self.on_device(alive[1])
+        captured = _Captured(reads if down else (), () if down else writes, host)
+        if self._capturing is not None:
+            self._capturing.append(captured)
+            return None
+        return self._put(captured)
+
+    def _put(self, copy: _Captured) -> Access:
+        ends = (*copy.reads, *copy.writes)
+        name = f"{'from' if copy.reads else 'to'} {ends[0].name}" if ends else "of a staged source"
+        return self.order.enqueue(_stream_name(), "copy", name, *copy)
+
+    def join_stream(self) -> None:
+        self.contents.check()
+        self.order.host_waited_stream(_stream_name())
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """The calls of `torch.cuda` that order streams and host."""
+        with super().patched(), ExitStack() as stack:
+            for holder, name, replacement in (*self._events(), *self._streams(), *self._graph_calls()):
+                stack.enter_context(mock.patch.object(holder, name, replacement))
+            yield
+
+    def _events(self) -> Iterator[tuple[Any, str, Any]]:
+        kind = torch.cuda.Event
+        record, wait, query, synchronize = kind.record, kind.wait, kind.query, kind.synchronize
+
+        def recorded(event: Any, stream: Any = None) -> None:
+            stream = torch.cuda.current_stream() if stream is None else stream
+            record(event, stream)
+            self.order.record(event, _stream_name(stream))
+
+        def waited(event: Any, stream: Any = None) -> None:
+            stream = torch.cuda.current_stream() if stream is None else stream
+            wait(event, stream)
+            self.order.wait(_stream_name(stream), event)
+
+        def queried(event: Any) -> bool:
+            self.contents.check()
+            done = bool(query(event))
+            if done:
+                self.order.host_waited_event(event, "the query of an event")
+            return done
+
+        def synchronized(event: Any) -> None:
+            self.contents.check()
+            synchronize(event)
+            self.order.host_waited_event(event, "the synchronize of an event")
+
+        yield from ((kind, "record", recorded), (kind, "wait", waited))
+        yield from ((kind, "query", queried), (kind, "synchronize", synchronized))
+
+    def _streams(self) -> Iterator[tuple[Any, str, Any]]:
+        kind = torch.cuda.Stream
+        query, synchronize, synchronize_all = kind.query, kind.synchronize, torch.cuda.synchronize
+
+        def queried(stream: Any) -> bool:
+            self.contents.check()
+            done = bool(query(stream))
+            if done:
+                self.order.host_waited_stream(_stream_name(stream))
+            return done
+
+        def synchronized(stream: Any) -> None:
+            self.contents.check()
+            synchronize(stream)
+            self.order.host_waited_stream(_stream_name(stream))
+
+        def all_synchronized(device: Any = None) -> None:
+            self.contents.check()
+            synchronize_all(device)
+            self.order.host_waited_all()
+
+        yield from ((kind, "query", queried), (kind, "synchronize", synchronized))
+        yield torch.cuda, "synchronize", all_synchronized
+
+    def _graph_calls(self) -> Iterator[tuple[Any, str, Any]]:
+        kind = torch.cuda.CUDAGraph
+        begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
+
+        def begun(graph: Any, *args: Any, **kwargs: Any) -> None:
+            begin(graph, *args, **kwargs)
+            self._capturing = self._graphs[id(graph)] = []
+            self._ends[id(graph)] = {}
+
+        def ended(graph: Any) -> None:
+            self._capturing = None
+            end(graph)
+
+        def replayed(graph: Any) -> None:
+            self.contents.check()
+            replay(graph)
+            stream = _stream_name()
+            self.order.stream_follows(stream, self._ends.get(id(graph), {}))
+            for copy in self._graphs.get(id(graph), []):
+                self._put(copy)
+            self._ends[id(graph)] = self.order.stream_end(stream)
+
+        yield from ((kind, "capture_begin", begun), (kind, "capture_end", ended), (kind, "replay", replayed))
+
+
+def _stream_name(stream: Any = None) -> str:
+    stream = torch.cuda.current_stream() if stream is None else stream
+    return f"{stream.cuda_stream:#x}" if stream.cuda_stream else "default"
+
+
+@contextmanager
+def watch_torch() -> Iterator[TorchWatch]:
+    """Watch a plain PyTorch program: its copies between host and GPU, its accesses to host memory.
+
+    Heard are the torch operations of this thread, the events, streams, synchronizes and graphs of
+    `torch.cuda`, and numpy arrays got from pinned tensors inside the block. A host write past torch (an array
+    from before the block, C code) is found by content, when the source of a copy has changed before the
+    program knows the copy to be over; a read past torch is not found. Copies that C++ code enqueues have to
+    be declared with `watched.copied`; waits in C++ code and those of `torch.Event` and `torch.Stream` are not
+    heard. Device memory is not tracked: `torch.cuda._sanitizer` does that. Host memory with queued copies
+    stays alive until the program knows them to be over.
+
+    Raises UnavailableError without a GPU; `simulated_cuda()` needs none.
+    """
+    if reason := missing():
+        raise UnavailableError(f"no CUDA device: {reason}; use staging.simulated_cuda() instead")
+    watch = TorchWatch()
+    recorder = Recorder(watch)
+    with recorder.patched(), recorder:
+        yield watch
+    recorder.contents.check()
