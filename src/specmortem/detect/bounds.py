@@ -40,7 +40,7 @@ import triton
 from triton.runtime import interpreter
 
 from specmortem._interpreter import mend
-from specmortem.errors import BadInputError, UnavailableError
+from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
 
 mend()
 Grid = tuple[int, int, int]
@@ -67,6 +67,10 @@ _HOOKS = {
     "create_atomic_cas": ["self", "ptr", "cmp", "val", "sem", "scope"],
     "create_atomic_rmw": ["self", "rmwOp", "ptr", "val", "mask", "sem", "scope"],
 }
+
+
+class LimitReachedError(SpecmortemError):
+    """A kernel was ended because the watch has as many reports as it may hold."""
 
 
 def program(axis: int, divided_by: int = 1) -> OwnerOf:
@@ -207,7 +211,9 @@ def _region(tensor: torch.Tensor, name: str) -> _Region:
 class Watch:
     """Extents of the tensors that kernels are launched with, and the reports about them."""
 
-    def __init__(self, *, fill: int = 0, limit: int = 1000, perform_mapped: bool = False) -> None:
+    def __init__(
+        self, *, fill: int = 0, limit: int = 1000, perform_mapped: bool = False, stop: bool = False
+    ) -> None:
         self.reports: list[Report] = []
         self.faults = 0
         self.launches = 0
@@ -215,6 +221,7 @@ class Watch:
         self.fill = fill
         self.limit = limit
         self.perform_mapped = perform_mapped
+        self.stop = stop
         self._declared: dict[int, _Region] = {}
         self._regions: dict[int, _Region] = {}
         self._arguments: dict[int, _Region] = {}
@@ -476,6 +483,8 @@ class Watch:
                 mapped=bool(self._mapped(np.array([address], dtype=np.uint64), 1)[0]),
             )
         )
+        if self.stop and len(self.reports) >= self.limit:
+            raise LimitReachedError(str(self.reports[-1]))
 
     def _content(self, address: int, origin: _Region | None) -> str:
         """What lies at an address: first in the tensor the pointer came from, then in any other, else nothing."""
@@ -522,9 +531,13 @@ def active() -> Watch | None:
 
 
 @contextmanager
-def watch(*, fill: int = 0, limit: int = 1000, perform_mapped: bool = False) -> Iterator[Watch]:
+def watch(
+    *, fill: int = 0, limit: int = 1000, perform_mapped: bool = False, stop: bool = False
+) -> Iterator[Watch]:
     """Check every Triton kernel launched inside the block.
 
+    With `stop` the report number `limit` ends its kernel, which may loop for hours over what is not there: the launch
+    raises triton's InterpreterError, caused by LimitReachedError.
     Raises BadInputError when another watch is open or kernels are not interpreted, UnavailableError when this triton's
     interpreter has another form than the hooks expect.
     """
@@ -538,7 +551,7 @@ def watch(*, fill: int = 0, limit: int = 1000, perform_mapped: bool = False) -> 
     problem = unsupported()
     if problem:
         raise UnavailableError(f"{problem}; install a triton between 3.6 and the pinned one")
-    _active = Watch(fill=fill, limit=limit, perform_mapped=perform_mapped)
+    _active = Watch(fill=fill, limit=limit, perform_mapped=perform_mapped, stop=stop)
     undo = _install(_active)
     try:
         yield _active
