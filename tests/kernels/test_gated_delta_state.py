@@ -113,3 +113,16 @@ def test_shapes_that_do_not_fit_are_refused():
         gd.launch("after", *vectors, torch.zeros(N, T, D), states, indices[:, :2], torch.ones(N))
     with pytest.raises(BadInputError, match="must be"):
         gd.conv_launch("after", torch.zeros(2, 6, D), torch.zeros(1), torch.ones(1), torch.zeros(1, 1, D), 4)
+
+
+@pytest.mark.parametrize("values", [4, 64])
+def test_values_may_be_more_or_fewer_than_keys(values):
+    (query, key, _, gate, beta), _, indices = inputs()
+    g = torch.Generator().manual_seed(1)
+    value, states = torch.rand(N, T, values, generator=g), torch.rand(1 + N * C, values, D, generator=g)
+    want_states, counts = states.clone(), torch.tensor([1, 4, 2], dtype=torch.int32)
+    want = gd.reference(query, key, value, gate, beta, want_states, indices, counts)
+    out = torch.full((N, T, values), float("nan"))
+    gd.launch("after", query, key, value, gate, beta, out, states, indices, counts)
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states, want_states, atol=1e-5, rtol=1e-5)

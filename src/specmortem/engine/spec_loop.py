@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from specmortem.device import Device, Graph, Stream
-from specmortem.kernels import gated_delta_state
+from specmortem.kernels import accepted_counts, gated_delta_state
 from specmortem.kernels.gated_delta_state import Arm
 
 VOCAB_SIZE = 1000
@@ -177,8 +177,7 @@ class SpecLoop:
 
     def _count(self) -> None:
         """Two counts of the same ids: the hybrid state's (id != -1) and the drafter's (id in the vocabulary)."""
-        self.accepted.copy_((self.sampled != -1).sum(dim=1))
-        self.valid.copy_(((self.sampled != -1) & (self.sampled < VOCAB_SIZE)).sum(dim=1))
+        accepted_counts.count_reference(self.sampled, VOCAB_SIZE, self.accepted, self.valid)
 
     def _correct(self, previous: torch.Tensor, had_drafts: torch.Tensor) -> None:
         """Rows that had drafts take their count on the device, through their previous row."""

@@ -27,17 +27,17 @@ Arm = Literal["before", "after"]
 def reference(
     query: torch.Tensor,  # float32 [N, T, D]
     key: torch.Tensor,  # float32 [N, T, D]
-    value: torch.Tensor,  # float32 [N, T, D]
+    value: torch.Tensor,  # float32 [N, T, V]
     gate: torch.Tensor,  # float32 [N, T], log of the decay
     beta: torch.Tensor,  # float32 [N, T]
-    states: torch.Tensor,  # float32 [P, D, D], row = value, column = key; updated in place
+    states: torch.Tensor,  # float32 [P, V, D], row = value, column = key; updated in place
     state_indices: torch.Tensor,  # int32 [N, C], C = K + 1 columns
     num_accepted: torch.Tensor,  # int32 [N]
 ) -> torch.Tensor:
-    """Outputs float32 [N, T, D] of the gated delta rule, token by token; the contract of `after`."""
+    """Outputs float32 [N, T, V] of the gated delta rule, token by token; the contract of `after`."""
     requests, tokens, _ = query.shape
     columns = state_indices.shape[1]
-    out = torch.zeros_like(query)
+    out = torch.zeros_like(value)
     for n in range(requests):
         accepted = int(num_accepted[n])
         if not 1 <= accepted <= columns or int(state_indices[n, accepted - 1]) <= 0:
@@ -54,20 +54,38 @@ def reference(
 
 
 @triton.jit
-def _delta_steps(query, key, value, gate, beta, out, states, indices, request, state, T, D: tl.constexpr):
-    """The recurrence over the T tokens of one request, from `state` [D, D]; states are stored column by column."""
+def _delta_steps(
+    query,
+    key,
+    value,
+    gate,
+    beta,
+    out,
+    states,
+    indices,
+    request,
+    state,
+    T,
+    V: tl.constexpr,
+    D: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """The recurrence over the T tokens of one request for BV values, from `state` [BV, D]."""
     d = tl.arange(0, D)
-    tile = d[:, None] * D + d[None, :]
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
+    tile = v[:, None] * D + d[None, :]
     for t in range(T):
         at = (request * T + t) * D + d
+        at_value = (request * T + t) * V + v
         k = tl.load(key + at)
         state = state * tl.exp(tl.load(gate + request * T + t))
-        correction = (tl.load(value + at) - tl.sum(state * k[None, :], 1)) * tl.load(beta + request * T + t)
+        beta_t = tl.load(beta + request * T + t)
+        correction = (tl.load(value + at_value) - tl.sum(state * k[None, :], 1)) * beta_t
         state = state + correction[:, None] * k[None, :]
-        tl.store(out + at, tl.sum(state * tl.load(query + at)[None, :], 1))
+        tl.store(out + at_value, tl.sum(state * tl.load(query + at)[None, :], 1))
         kept = tl.load(indices + t).to(tl.int64)
         if kept > 0:
-            tl.store(states + kept * D * D + tile, state)
+            tl.store(states + kept * V * D + tile, state)
 
 
 @triton.jit
@@ -84,17 +102,20 @@ def gated_delta_before(
     row_stride,
     T,
     C: tl.constexpr,
+    V: tl.constexpr,
     D: tl.constexpr,
+    BV: tl.constexpr,
 ):
     request = tl.program_id(0)
     d = tl.arange(0, D)
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
     indices = state_indices + request * row_stride
     column = tl.load(num_accepted + request).to(tl.int64) - 1
     index = tl.load(indices + column).to(tl.int64)
     if index <= 0:
         return
-    state = tl.load(states + index * D * D + d[:, None] * D + d[None, :])
-    _delta_steps(query, key, value, gate, beta, out, states, indices, request, state, T, D)
+    state = tl.load(states + index * V * D + v[:, None] * D + d[None, :])
+    _delta_steps(query, key, value, gate, beta, out, states, indices, request, state, T, V, D, BV)
 
 
 @triton.jit
@@ -111,20 +132,23 @@ def gated_delta_after(
     row_stride,
     T,
     C: tl.constexpr,
+    V: tl.constexpr,
     D: tl.constexpr,
+    BV: tl.constexpr,
 ):
     request = tl.program_id(0)
     d = tl.arange(0, D)
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
     indices = state_indices + request * row_stride
     accepted = tl.load(num_accepted + request).to(tl.int64)
     in_row = (accepted >= 1) & (accepted <= C)  # guard: accepted count
     index = tl.load(indices + accepted - 1, mask=in_row, other=0).to(tl.int64)
     if index <= 0:
         for t in range(T):
-            tl.store(out + (request * T + t) * D + d, tl.zeros((D,), tl.float32))
+            tl.store(out + (request * T + t) * V + v, tl.zeros((BV,), tl.float32))
         return
-    state = tl.load(states + index * D * D + d[:, None] * D + d[None, :])
-    _delta_steps(query, key, value, gate, beta, out, states, indices, request, state, T, D)
+    state = tl.load(states + index * V * D + v[:, None] * D + d[None, :])
+    _delta_steps(query, key, value, gate, beta, out, states, indices, request, state, T, V, D, BV)
 
 
 def conv_reference(
@@ -205,21 +229,25 @@ def launch(
     num_accepted: torch.Tensor,
     kernel: Any = None,
 ) -> None:
-    """Update `states` in place and write `out`; shapes as in `reference`.
+    """Update `states` in place and write `out`; shapes as in `reference`. D and V are powers of two.
 
-    Raises BadInputError when shapes or strides do not fit.
+    A program has 32 values of a request at most: values do not depend on each other. Raises BadInputError when shapes
+    or strides do not fit.
     """
     requests, tokens, width = query.shape
-    columns = state_indices.shape[1]
-    if not (key.shape == value.shape == out.shape == query.shape) or states.shape[1:] != (width, width):
-        raise BadInputError(f"query, key, value and out must be one shape, states [P, {width}, {width}]")
+    columns, values = state_indices.shape[1], value.shape[2]
+    if key.shape != query.shape or value.shape[:2] != query.shape[:2] or out.shape != value.shape:
+        raise BadInputError("query and key must be one shape [N, T, D], value and out one shape [N, T, V]")
+    if states.shape[1:] != (values, width) or width & (width - 1) or values & (values - 1):
+        raise BadInputError(f"states must be [P, {values}, {width}], and both of these powers of two")
     if state_indices.shape[0] < requests or num_accepted.shape[0] < requests or tokens > columns:
         raise BadInputError(
             f"{requests} requests of {tokens} tokens need as many rows and columns of state_indices"
         )
     if not all(t.is_contiguous() for t in (query, key, value, gate, beta, out, states)):
         raise BadInputError("gated_delta_state.launch needs contiguous tensors")
-    (kernel or KERNELS[arm])[(requests,)](
+    block = min(values, 32)
+    (kernel or KERNELS[arm])[(requests, values // block)](
         query,
         key,
         value,
@@ -232,7 +260,9 @@ def launch(
         state_indices.stride(0),
         tokens,
         C=columns,
+        V=values,
         D=width,
+        BV=block,
     )
 
 

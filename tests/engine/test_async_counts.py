@@ -1,0 +1,169 @@
+import pytest
+
+from specmortem.engine.accepted_counts import ALIGN_SHAPES
+from specmortem.errors import BadInputError
+from specmortem.experiments import async_counts as arms
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    return arms.align_shapes(120)
+
+
+def by_landing(found):
+    return {where: one["wrong"] for where, one in found["landings"].items()}
+
+
+@pytest.mark.parametrize("mode", ["none", "all"])
+def test_before_is_wrong_only_inside_and_only_at_first_drafts(mode):
+    found = arms.landing("before", mode, 60)
+    assert found["landings"]["before"]["total"] > 40 and found["landings"]["after"]["total"] == 60
+    assert by_landing(found) == {"before": 0, "inside": found["faults"], "after": 0} and found["faults"] > 0
+    assert found["wrong_rows"] == found["wrong_first_drafts"] == found["counts_of_who_left"]
+
+
+@pytest.mark.parametrize("mode", ["none", "all", "align"])
+def test_after_is_right_at_every_landing(mode):
+    found = arms.landing("after", mode, 60)
+    assert found["faults"] == 0 and found["interleavings"] >= 60
+
+
+def test_what_0_24_0_does_leaves_the_copy_in_flight_and_is_right():
+    found = arms.landing("after-0.24.0", "none", 60)
+    assert found["faults"] == 0 and found["interleavings"] > 240
+
+
+def test_two_of_the_four_align_shapes_are_wrong(shapes):
+    wrong = {arm: shapes[arm]["faults"] for arm in ALIGN_SHAPES}
+    assert wrong["hoist-wait"] > 0 and wrong["drop-gather"] > 0
+    assert wrong["hoist-and-drop"] == wrong["private-target"] == 0
+
+
+def test_where_each_align_shape_is_wrong(shapes):
+    assert {where for where, n in by_landing(shapes["before"]).items() if n} == {"before", "inside"}
+    assert {where for where, n in by_landing(shapes["hoist-wait"]).items() if n} == {"before"}
+    assert {where for where, n in by_landing(shapes["drop-gather"]).items() if n} == {"inside", "after"}
+    assert by_landing(shapes["hoist-wait"])["before"] == by_landing(shapes["before"])["before"]
+
+
+def test_align_up_to_0_21_0_is_wrong_without_a_race():
+    found = arms.landing("blocking-copy-gathered", "align", 60)
+    assert found["interleavings"] == 60 and found["faults"] > 0
+
+
+def test_the_event_was_waited_for_each_time_and_did_not_help():
+    found = arms.event(40)
+    assert found["before"]["landed_before_the_read"] == found["before"]["interleavings"]
+    assert 0 < found["before"]["faults"] < found["no-wait"]["faults"]
+    assert all(found[arm]["faults"] == 0 for arm in ("hoist-wait", "private-target", "after"))
+
+
+def test_the_host_is_wrong_about_many_rows_and_the_correction_leaves_first_drafts():
+    found = arms.first_drafts(60)
+    assert found["host"]["wrong_rows"] > found["host"]["first_drafts"] > 0
+    assert (
+        found["corrected"]["wrong_rows"]
+        == found["corrected"]["first_drafts"]
+        == found["host"]["first_drafts"]
+    )
+
+
+def test_the_worked_example_landing_by_landing():
+    found = arms.worked_example()
+    assert sorted(one["landing"] for one in found) == ["after", "before", *["inside"] * 4]
+    wrong = [one for one in found if one["got"] != one["own"]]
+    assert [(one["landing"], one["got"], one["own"]) for one in wrong] == [("inside", [4, 2, 3], [1, 2, 3])]
+    assert wrong[0]["host"] == [4, 2, 3, 1] and {one["host"][3] for one in found} == {1}
+    steps = [step["what"] for step in wrong[0]["history"]]
+    assert steps.index("copy lands") == 1 and steps[0] == "write"
+    after_copy = wrong[0]["history"][2]
+    assert (after_copy["what"], after_copy["row"], after_copy["before"]) == ("read", 0, [4, 2, 3, 1])
+
+
+def test_the_window_is_as_wide_as_the_time_between_adding_and_swapping():
+    narrow, wide = (
+        arms.window(delays_us=range(150, 320, 10), trials=1, between_us=width) for width in (30.0, 90.0)
+    )
+    assert 0 < sum(narrow["wrong"]) < sum(wide["wrong"]) < len(wide["wrong"])
+    assert sum(arms.window(arm="after", delays_us=range(150, 320, 10), trials=1)["wrong"]) == 0
+
+
+@pytest.mark.parametrize(("mode", "lanes"), [("none", 8), ("align", 8)])
+def test_random_transitions(mode, lanes):
+    before, after = (arms.transitions(arm, 4000, mode=mode, lanes=lanes) for arm in ("before", "after"))
+    assert before["faults"] > 0 and after["faults"] == 0
+    assert after["transitions"] == 4000 and after["judged_rows"] == before["judged_rows"] > 4000
+    assert mode == "align" or before["faults"] == before["wrong_first_drafts"]
+
+
+def test_a_blocking_copy_costs_the_overlap_and_after_costs_nothing():
+    found = arms.throughput(rounds=1, steps=30)
+    assert found["ratio"]["after"] >= 0.99 and found["ratio"]["blocking-copy"] < 0.9
+
+
+# Text
+
+
+def test_texts_are_garbled_before_and_intact_after():
+    before, after = (arms.generations(arm) for arm in ("before", "after"))
+    assert 30 < before["intact"] < 48 and before["ended_early"] > 0
+    assert (after["intact"], after["requests"], after["wrong_starts"]) == (48, 48, [])
+    assert set(before["garbled"]) <= {start["request"] for start in before["wrong_starts"]}
+    assert before["wrong_first_drafts"] == len(before["wrong_starts"])
+    assert all(start["own"] == 1 < start["got"] for start in before["wrong_starts"])
+
+
+@pytest.mark.parametrize("landing", ["early", "late"])
+def test_texts_are_intact_when_the_copy_lands_ahead_or_behind(landing):
+    assert arms.generations("before", landing=landing)["intact"] == 48
+
+
+@pytest.mark.parametrize("control", ["sync", "launch-blocking", "one-request"])
+def test_texts_are_intact_under_a_control(control):
+    assert arms.generations("before", control=control)["intact"] == 48
+
+
+@pytest.mark.parametrize(("arm", "intact"), [("before", False), ("after", True)])
+def test_texts_in_mode_all_go_as_in_mode_none(arm, intact):
+    assert (arms.generations(arm, "all")["intact"] == 48) == intact
+
+
+def test_texts_in_mode_align():
+    assert arms.generations("before", "align", "early")["intact"] < 48  # no race is needed
+    assert arms.generations("before", "align", "late")["intact"] == 48
+    assert arms.generations("after", "align")["intact"] == 48
+    assert arms.generations("before", "align", control="sync")["intact"] == 48
+
+
+@pytest.mark.parametrize(
+    ("arm", "landing", "intact"),
+    [
+        ("hoist-wait", "window", False),
+        ("drop-gather", "late", False),
+        ("hoist-and-drop", "window", True),
+        ("hoist-and-drop", "late", True),
+        ("private-target", "window", True),
+    ],
+)
+def test_texts_of_the_four_align_shapes(arm, landing, intact):
+    assert (arms.generations(arm, "align", landing)["intact"] == 48) == intact
+
+
+def test_graph_metadata_by_tokens_has_rows_that_no_request_has_and_they_are_inert():
+    found = arms.metadata(72, 3)
+    assert found["before"]["shapes"]["state_indices"] == [288, 4]
+    assert found["after"]["shapes"]["state_indices"] == [72, 4]
+    assert (found["before"]["rows_of_no_request"], found["after"]["rows_of_no_request"]) == (216, 0)
+    assert found["inert"]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_kernels_leave_the_added_rows_alone():
+    assert arms.metadata(3, 3, padded=4, run="triton")["inert"]
+
+
+def test_names_that_mean_nothing_are_refused():
+    with pytest.raises(BadInputError, match="no landing 'never'"):
+        arms.generations(landing="never")
+    with pytest.raises(BadInputError, match="no arm 'never'"):
+        arms.landing("never")
