@@ -8,6 +8,7 @@ not have, a cause that needs a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,6 +28,17 @@ MAMBA = "vllm/v1/worker/mamba_utils.py"
 HYBRID = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
 POSTCOPY = "postprocess_mamba_fused_kernel"
 REJECTION = "vllm/v1/sample/rejection_sampler.py"
+FLASHINFER = "vllm/v1/attention/backends/flashinfer.py"
+ATTENTION_BACKEND = "vllm/v1/attention/backend.py"
+ATTENTION_UTILS = "vllm/v1/attention/backends/utils.py"
+HOST_BUFFERS = "vllm/v1/utils.py"
+DRAFTER = ("vllm/v1/spec_decode/llm_base_proposer.py", "vllm/v1/spec_decode/eagle.py")
+WORKER_UTILS = "vllm/v1/worker/utils.py"
+TORCH_UTILS = "vllm/utils/torch_utils.py"
+FLASHINFER_CAUSE = "plan-staging-reuse"
+RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+BATCH = "vllm/v1/worker/gpu_input_batch.py"
+GDN = "vllm/v1/attention/backends/gdn_attn.py"
 
 
 Needs = Literal["any", "interpreter", "cuda"]
@@ -58,6 +70,30 @@ def _dflash(cause: str, title: str, path: str, function: str) -> Probe:
 def _align(cause: str, title: str, needs: Needs = "any") -> Probe:
     functions = (POSTCOPY, "MambaHybridModelState.postprocess_state")
     return Probe(cause, "pp-align-copy", title, ((MAMBA,), (HYBRID,)), functions, needs=needs)
+
+
+def _counts(cause: str, title: str) -> Probe:
+    """Files and functions of a step of the V1 runner."""
+    parts = {
+        RUNNER: "GPUModelRunner._prepare_inputs",
+        BATCH: "InputBatch",
+        ATTENTION_UTILS: "reorder_batch_to_split_decodes_and_prefills",
+        UTILS: "update_num_computed_tokens_for_batch_change",
+        MAMBA: "postprocess_mamba_align_gpu",
+    }
+    return Probe(
+        cause, "async-accepted-counts", title, tuple((path,) for path in parts), tuple(parts.values())
+    )
+
+
+def _staging(
+    cause: str,
+    title: str,
+    files: tuple[tuple[str, ...], ...],
+    functions: tuple[str, ...],
+    also: tuple[tuple[str, str], ...] = (),
+) -> Probe:
+    return Probe(cause, "mtp-draft-loop", title, files, functions, also)
 
 
 _ALL = (
@@ -103,6 +139,45 @@ _ALL = (
     _align("overlapping-shift", "a window is shifted inside its block without an order", "interpreter"),
     _align("seed-column-divisor", "the first running column is counted in blocks of another size"),
     _align("null-block-copied", "the null block is taken for a state"),
+    _staging(
+        FLASHINFER_CAUSE,
+        "a plan is overwritten in its page-locked buffer before its copy has run",
+        ((FLASHINFER,), (ATTENTION_BACKEND,), (ATTENTION_UTILS,), (HOST_BUFFERS,), DRAFTER),
+        (
+            "FlashInferMetadataBuilder._compute_flashinfer_kv_metadata",
+            "CommonAttentionMetadata",
+            "split_decodes_and_prefills",
+            "CpuGpuBuffer",
+            "SpecDecodeBaseProposer._get_positions",  # not propose, whose closure is most of vLLM
+        ),
+    ),
+    _staging(
+        "builder-staging-reuse",
+        "row pointers are overwritten in their page-locked buffer before their copy has run",
+        ((FLASHINFER,), (ATTENTION_BACKEND,), (ATTENTION_UTILS,), (HOST_BUFFERS,)),
+        (
+            "FlashInferMetadataBuilder._compute_flashinfer_kv_metadata",
+            "CommonAttentionMetadata",
+            "split_decodes_and_prefills",
+            "CpuGpuBuffer",
+        ),
+    ),
+    _staging(
+        "zeroer-staging-reuse",
+        "block ids to zero are overwritten in their page-locked buffer before their copy has run",
+        ((WORKER_UTILS,),),
+        ("KVBlockZeroer.zero_block_ids",),
+        also=((TORCH_UTILS, "async_tensor_h2d"),),
+    ),
+    _counts("stale-count-none", "the first draft of a request inherits another request's accepted count"),
+    _counts("stale-count-align", "align: rows inherit the accepted counts of others"),
+    Probe(
+        "graph-metadata-rows",
+        "async-accepted-counts",
+        "metadata of a captured graph has a row per token, not per request",
+        ((GDN,), (ATTENTION_UTILS,)),
+        ("GDNAttentionMetadataBuilder.build", "mamba_get_block_table_tensor"),
+    ),
 )
 CAUSES: dict[str, Probe] = {probe.cause: probe for probe in _ALL}
 
@@ -119,6 +194,8 @@ def probe_of(cause: str) -> Probe:
 
 def judge(cause: str, subject: str, *, device: DeviceKind | str = "sim", timeout_s: float = 120) -> Verdict:
     """Verdict of one cause on one subject: `before`, `after`, `vllm==X`, `installed` or `tree:DIR`.
+
+    `plan-staging-reuse` also judges `flashinfer==X`, on a GPU where that release is installed.
 
     Raises BadInputError for an unknown cause or a malformed subject.
     """
@@ -146,7 +223,7 @@ def judge_many(
             )
     todo = [i for i in range(len(pairs)) if i not in verdicts]
     arms = [_arm(*pairs[i], _runs_on(pairs[i][0], kind), timeout_s) for i in todo]
-    for i, ended in zip(todo, run_arms(arms, cuda_parallel=6, progress=progress, on_end=on_end), strict=True):
+    for i, ended in zip(todo, run_arms(arms, cuda_parallel=8, progress=progress, on_end=on_end), strict=True):
         verdicts[i] = _verdict(ended)
     return [verdicts[i] for i in range(len(pairs))]
 
@@ -177,6 +254,9 @@ def _fetch(subject: str, causes: Iterable[str]) -> dict[str, Verdict]:
         return {}
     missing: dict[str, Verdict] = {}
     probes = [probe_of(c) for c in causes]
+    if subject.startswith("flashinfer=="):
+        told = f"{subject} is judged for {FLASHINFER_CAUSE} only"
+        return {p.cause: Verdict.not_judged(told) for p in probes if p.cause != FLASHINFER_CAUSE}
     try:
         tree = upstream.resolve(subject)
     except UnavailableError as error:
@@ -203,23 +283,26 @@ def _fetch(subject: str, causes: Iterable[str]) -> dict[str, Verdict]:
         return missing
     try:
         tree.fetch(sorted({path for paths in wanted.values() for path in paths}))
-        for cause in wanted:
-            _prefetch_closure(tree, CAUSES[cause], wanted[cause])
+        needed = {pair for cause in wanted for pair in _functions(CAUSES[cause], wanted[cause])}
+        for path, name in sorted(needed):
+            _prefetch_closure(tree, path, name)
     except SpecmortemError as error:
         missing |= {cause: Verdict.not_judged(str(error), unavailable=True) for cause in wanted}
     return missing
 
 
-def _prefetch_closure(tree: Any, probe: Probe, paths: list[str]) -> None:
+def _functions(probe: Probe, paths: Sequence[str]) -> list[tuple[str, str]]:
+    """Files and names of what a probe judges, where the tree has these files."""
+    names = [*probe.functions, *(name for path, name in probe.also if path in paths)]
+    return list(zip(paths, names, strict=True))
+
+
+def _prefetch_closure(tree: Any, path: str, name: str) -> None:
     """Hashing walks every module that lifting will need, so that the judging process needs no network."""
     from specmortem import upstream
 
-    names = [*probe.functions, *(name for path, name in probe.also if path in paths)]
-    for path, name in zip(paths, names, strict=True):
-        try:
-            upstream.closure_hash(tree, path, name)
-        except upstream.NotPresentError:
-            continue
+    with suppress(upstream.NotPresentError):
+        upstream.closure_hash(tree, path, name)
 
 
 def _arm(cause: str, subject: str, kind: DeviceKind, timeout_s: float) -> Arm:

@@ -1,0 +1,142 @@
+"""The staging probes on this package's arms, on releases, and on releases with one line changed."""
+
+import shutil
+
+import pytest
+
+from specmortem import probes, upstream
+from specmortem.errors import UnavailableError
+from specmortem.probes import FLASHINFER, WORKER_UTILS, mtp_draft_loop
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+CAUSES = [cause for cause, probe in probes.CAUSES.items() if probe.incident == "mtp-draft-loop"]
+VERSIONS = ["0.19.1", "0.24.0", "0.25.1", "0.26.0", "0.28.0", "0.29.0", "0.30.0", "0.33.0"]
+FIXED = {"plan-staging-reuse": "0.30.0", "builder-staging-reuse": "0.29.0", "zeroer-staging-reuse": "0.26.0"}
+
+
+def judged(cause, subject):
+    return mtp_draft_loop.judge(cause, subject)
+
+
+def outcome(cause, subject):
+    return judged(cause, subject)["outcome"]
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_probe_fires_on_before_and_is_silent_on_after(cause):
+    assert [outcome(cause, arm) for arm in ("before", "after")] == ["fault", "clean"]
+
+
+def test_evidence_of_the_plan_shows_the_descending_indices():
+    evidence = judged("plan-staging-reuse", "before")["evidence"]
+    assert evidence["observed"] == "merge_indptr [15, 14, 39, 48, 0]"
+
+
+def test_a_device_that_keeps_up_hides_the_reuse():
+    with mtp_draft_loop.bench("sim", schedule="immediate") as on:
+        build = mtp_draft_loop._own_build("before")
+        calls = mtp_draft_loop._Calls(on, lambda v: build(v).clone(), [1, 1, 1, 1], [2, 2, 2, 2])
+    assert calls.found == [0, 1, 2, 3, 4]
+
+
+def test_flashinfer_subjects_need_a_gpu_and_one_cause():
+    verdicts = probes.judge_many([(cause, "flashinfer==0.6.11.post2") for cause in CAUSES])
+    assert [verdict.outcome for verdict in verdicts] == ["not-judged"] * len(CAUSES)
+    told = dict(zip(CAUSES, (verdict.evidence.reason for verdict in verdicts), strict=True))
+    assert "needs a GPU" in told["plan-staging-reuse"]
+    assert "plan-staging-reuse only" in told["zeroer-staging-reuse"]
+
+
+def tree(version):
+    try:
+        found = upstream.resolve(f"vllm=={version}")
+        found.fetch([FLASHINFER, WORKER_UTILS])
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    return found
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("cause", CAUSES)
+def test_verdicts_on_releases(cause):
+    for version in VERSIONS:
+        tree(version)
+    verdicts = probes.judge_many([(cause, f"vllm=={version}") for version in VERSIONS])
+    fixed = VERSIONS.index(FIXED[cause])
+    found = [verdict.outcome for verdict in verdicts]
+    assert found == ["fault"] * fixed + ["clean"] * (len(VERSIONS) - fixed), [v.evidence for v in verdicts]
+    assert all(verdict.evidence.detail["hashes"] for verdict in verdicts)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    ("version", "known", "unknown"),
+    [("0.28.0", [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]), ("0.30.0", [1, 1, 1, 1, 1], [1, 1, 1, 1, 1])],
+)
+def test_the_host_waits_in_the_builds_that_read_lengths_from_the_device(version, known, unknown):
+    tree(version)
+    waits = judged("plan-staging-reuse", f"vllm=={version}")["evidence"]["detail"]["host_waits_by_build"]
+    assert waits == {"rejections known": known, "no rejections": unknown}
+
+
+@pytest.mark.network
+def test_a_release_without_the_zeroer_is_not_judged_and_says_so():
+    tree("0.19.1")
+    verdict = judged("zeroer-staging-reuse", "vllm==0.12.0")
+    assert verdict["outcome"] == "not-judged" and "not present" in verdict["evidence"]["reason"]
+
+
+CACHED, READ = (
+    f"seq_lens_cpu = common_attn_metadata.{read}\n" for read in ("seq_lens_cpu", "seq_lens.cpu()")
+)
+RING = "% self.max_concurrency"
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    ("cause", "version", "path", "old", "new", "expected"),
+    [
+        ("plan-staging-reuse", "0.28.0", FLASHINFER, CACHED, READ, "clean"),
+        (
+            "plan-staging-reuse",
+            "0.30.0",
+            FLASHINFER,
+            "common_attn_metadata.seq_lens.cpu()",
+            "common_attn_metadata.seq_lens_cpu_upper_bound",
+            "fault",
+        ),
+        (
+            "builder-staging-reuse",
+            "0.28.0",
+            FLASHINFER,
+            "use_v2_model_runner and PIN_MEMORY",
+            "use_v2_model_runner and False",
+            "clean",
+        ),
+        (
+            "builder-staging-reuse",
+            "0.29.0",
+            FLASHINFER,
+            "max_num_reqs + 1, dtype=torch.int32, device=self.device, pin_memory=False",
+            "max_num_reqs + 1, dtype=torch.int32, device=self.device, pin_memory=True",
+            "fault",
+        ),
+        (
+            "zeroer-staging-reuse",
+            "0.25.1",
+            WORKER_UTILS,
+            "self._ids_pinned[:n_blocks], non_blocking=True",
+            "self._ids_pinned[:n_blocks].clone(), non_blocking=True",
+            "clean",
+        ),
+        ("zeroer-staging-reuse", "0.26.0", WORKER_UTILS, RING, "% 1", "fault"),
+    ],
+)
+def test_one_line_flips_the_verdict(cause, version, path, old, new, expected, tmp_path):
+    released = tree(version)
+    assert outcome(cause, f"vllm=={version}") != expected  # fills the cache too
+    shutil.copytree(released.root / "vllm", tmp_path / "vllm")
+    text = (tmp_path / path).read_text(encoding="utf-8")
+    assert text.count(old) == 1, old
+    (tmp_path / path).write_text(text.replace(old, new), encoding="utf-8")
+    assert outcome(cause, f"tree:{tmp_path}") == expected

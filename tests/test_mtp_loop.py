@@ -1,0 +1,246 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from specmortem import device
+from specmortem.errors import BadInputError
+from specmortem.experiments import mtp_layouts as layouts
+from specmortem.experiments import mtp_loop as loop
+from specmortem.isolation import Arm, run_arms
+from specmortem.kernels.split_attention import Planner
+from specmortem.proposers.mtp import FIXED
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+FAST = ("event", "fresh", "pageable", "reread-lengths", "stream-sync", "launch-blocking")
+
+
+# Layouts
+
+
+@pytest.mark.parametrize(
+    ("geometry", "lens", "chunks", "consequence", "seen"),
+    [
+        (
+            "rtx5090",
+            [8859, 8736, 7224, 9301],
+            [84, 85],
+            "read",
+            {
+                "merge_indptr": [22, 22, 43, 61, 0],
+                "o_indptr": [14, 15, 16, 17, 18],
+                "kv_chunk_size": [19],
+            },
+        ),
+        (
+            "h200",
+            [6373, 11589, 4176, 7409],
+            [64, 65],
+            "read",
+            {
+                "merge_indptr": [15, 14, 39, 48, 0],
+                "o_indptr": [7, 8, 9, 10, 11],
+                "kv_chunk_size": [12],
+            },
+        ),
+        ("h200", [25344], [66, 64], "write", {"o_indptr": [16843009, 16843009]}),
+    ],
+)
+def test_worked_examples(geometry, lens, chunks, consequence, seen):
+    found = layouts.example(geometry, lens)
+    assert (found["chunks"], found["consequence"]) == (chunks, consequence)
+    assert {name: found["seen"][name] for name in seen} == seen
+
+
+def test_the_public_row_is_the_first_that_does_not_fit_the_default_workspace():
+    assert layouts.first_row_outside(layouts.RTX_5090) == 33_621
+    assert layouts.RTX_5090.max_chunks == 85 and layouts.H200.max_chunks == 66
+
+
+def test_faults_grow_with_concurrency():
+    rows = {row["batch"]: row for row in layouts.growth()["rows"]}
+    assert rows[1]["read"] == rows[2]["read"] == 0
+    assert rows[3]["read_rate"] < rows[4]["read_rate"] < rows[16]["read_rate"]
+    assert layouts.search(batch=16, trials=40_000)["read_rate"] == pytest.approx(0.013, abs=0.002)
+
+
+def test_132_sms_fault_from_three_requests_on():
+    rows = {row["batch"]: row for row in layouts.growth("h200")["rows"]}
+    assert rows[1]["read"] == rows[2]["read"] == 0
+    assert all(rows[batch]["read"] > 0 for batch in (3, 4, 6, 12, 16, 24, 32, 48))
+
+
+def test_one_long_request_can_store_outside():
+    found = layouts.search(batch=1, low=20_000, high=60_000)
+    assert found["read"] == 0 and found["write"] > 0
+    plans = [Planner(layouts.RTX_5090).plan([found["witness"]["write"][0] + i]) for i in (0, 1)]
+    assert layouts.consequence(plans[0], layouts.overwritten(plans, 0, 1), 33_621) == "write"
+
+
+def test_all_chunk_counts_at_once_equal_the_planner():
+    lens = np.random.default_rng(0).integers(1, 20_000, size=(60, 7))
+    for geometry in layouts.GEOMETRIES.values():
+        planner = Planner(geometry)
+        expected = [planner.plan(row).num_chunks for row in lens]
+        assert layouts.total_chunks(geometry, lens).tolist() == expected
+
+
+def test_a_plan_in_its_own_block_is_clean():
+    plan = Planner(layouts.H200).plan([5000, 6000])
+    assert layouts.consequence(plan, plan.image, 1000) == "clean"
+
+
+@pytest.mark.parametrize("kind", ["read", "write", "benign", "page"])
+def test_a_found_layout_has_what_was_asked_for(kind):
+    batch, low, high = (1, 20_000, 60_000) if kind == "write" else (4, 4000, 12_000)
+    lens = layouts.find_layout(layouts.H200, batch, low, high, kind=kind, rows=33_621)
+    plans = [Planner(layouts.H200).plan([n + i for n in lens]) for i in range(6)]
+    consequences = {
+        layouts.consequence(plans[2], layouts.overwritten(plans, 2, m), 33_621) for m in (3, 4, 5)
+    }
+    assert consequences == {kind if kind in ("read", "write") else "clean"}
+    assert (plans[2].page_counts == plans[5].page_counts) == (kind == "benign")
+
+
+# The loop under schedules
+
+
+def test_the_contract_on_the_simulator():
+    asked = [("before", {"k": k}) for k in range(1, 6)] + [(arm, {"k": 5}) for arm in FAST]
+    ended = run_arms(
+        [
+            Arm("specmortem.experiments.mtp_loop:schedules", {"arm": arm, **more}, timeout_s=120)
+            for arm, more in asked
+        ]
+    )
+    found = {(end.value["arm"], end.value["k"]): end.value for end in ended}
+    faults = {key: (value["faults"], value["schedules"]) for key, value in found.items()}
+    assert [faults["before", k] for k in range(1, 6)] == [(0, 1), (0, 1), (0, 1), (1, 2), (3, 5)]
+    assert all(found[arm, 5]["effects"] == {"clean": found[arm, 5]["schedules"]} for arm in FAST)
+    assert set(FIXED) <= set(FAST)
+
+
+def test_waiting_for_another_stream_helps_nothing():
+    assert loop.schedules("wrong-stream-sync", k=4)["faults"] == 1
+
+
+def test_a_constant_plan_is_read_wrong_without_leaving_memory():
+    found = loop.schedules("constant-plan", k=4)
+    assert found["faults"] == 0 and found["effects"] == {"clean": 1, "wrong-plan": 1}
+
+
+def test_without_speculative_metadata_three_tokens_are_enough():
+    found = loop.schedules("before", k=3, metadata=False)
+    assert (found["faults"], found["schedules"]) == (1, 2)
+    assert loop.schedules("event", k=3, metadata=False)["effects"] == {"clean": 1}
+
+
+def test_three_tokens_are_safe_only_as_long_as_the_first_copy_is_prompt():
+    lens = loop.case("before", metadata=False).lens
+    assert loop.schedules("before", k=3, lens=lens)["effects"] == {"clean": 1}
+    assert loop.schedules("before", k=3, lens=lens, prompt=False)["faults"] == 1
+
+
+def test_a_schedule_that_faults_can_be_run_again():
+    witness = loop.schedules("before", k=4)["witness"]["illegal-address"]
+    again = loop.replayed("before", witness["choices"], k=4)
+    assert again["effect"] == "illegal-address" and again["why"] == witness["why"]
+    assert again["read_plans"]["2"] == {"3": 1}
+
+
+@pytest.mark.parametrize(("busy", "values"), [(False, {0}), (True, {0, 1})])
+def test_prompt_runs_a_copy_into_an_idle_stream_and_leaves_one_behind_work(busy, values):
+    def program(dev):
+        target, buffer = dev.zeros([1], torch.int32), dev.host_buffer([1], torch.int32)
+        if busy:
+            dev.spin(5)
+        dev.copy_async(target, buffer)
+        buffer[0] = 1
+        dev.synchronize()
+        return int(target[0])
+
+    found = device.enumerate_schedules(program, schedule=device.Prompt)
+    assert {one.outcome for one in found} == values
+
+
+# Steps
+
+
+def test_steps_names_the_plan_that_was_read_instead():
+    found = loop.steps("before", metadata=False, k=3)
+    assert found["effect"] == "illegal-address" and "values[" in found["why"]
+    assert found["read_plans"] == {"1": {"2": 1}}
+    json.dumps(found)
+
+
+@pytest.mark.parametrize("arm", ["event", "reread-lengths"])
+def test_fixed_steps_are_equal_to_the_reference_bit_for_bit(arm):
+    found = loop.steps(arm, k=3, steps=4, schedule="random", seed=1)
+    assert (found["effect"], found["steps"], found["forwards"]) == ("clean", 4, 8)
+
+
+def test_one_bit_of_one_output_is_a_mismatch():
+    case = loop.case("event", k=2, layout="benign")
+    right = loop.golden(device.open("sim", schedule="immediate"), case, 1)
+    right[0].attention.view(np.int32)[1, 0, 0] ^= 1
+    found = loop.run(device.open("sim"), case, right)
+    assert (found["effect"], found["mismatched_steps"]) == ("wrong-result", 1)
+
+
+def test_launch_blocking_hides_it():
+    assert loop.steps("launch-blocking", k=4)["effect"] == "clean"
+
+
+def test_graphs_and_eager_agree():
+    assert loop.steps("event", k=2, graphs=True)["effect"] == "clean"
+
+
+# The clock
+
+
+def test_which_plans_race_is_as_derived():
+    found = loop.k_split((1.2, 1.4, 1.6, 2.1))
+    assert all(row["measured"] == row["derived"] for row in found["rows"])
+    assert [found["threshold"][str(k)] for k in (1, 2, 3)] == [None] * 3
+    assert [found["threshold"][str(k)] for k in (4, 5, 6)] == pytest.approx([2, 1.5, 4 / 3], abs=0.02)
+
+
+def test_timeline_marks_the_copies_that_carried_a_later_plan():
+    before, event = loop.timeline("before"), loop.timeline("event")
+    assert [copy["carried"] for copy in before["copies"]] == [1, 4, 4, 4]
+    assert [copy["carried"] for copy in event["copies"]] == [1, 2, 3, 4]
+    assert len(event["blocks"]) > len(before["blocks"])
+    assert all(copy["start_us"] >= copy["issued_us"] for copy in before["copies"])
+    assert [copy["carried"] for copy in loop.timeline("fresh")["copies"]] == [1, 2, 3, 4]
+
+
+def test_price_gives_a_ratio_for_every_arm():
+    found = loop.price("sim", ["before", "event", "stream-sync"], [2], steps=1, rounds=1)
+    assert [row["arm"] for row in found["rows"]] == ["before", "event", "stream-sync"]
+    assert found["rows"][0]["to_before"] == 1.0
+
+
+# Hypotheses
+
+
+@pytest.mark.parametrize("name", loop.HYPOTHESES)
+def test_each_hypothesis_is_refuted_by_its_rows(name):
+    found = loop.hypothesis(name)
+    assert found["verdict"] == "refuted" and len(found["rows"]) >= 2
+    json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: loop.case("x"),
+        lambda: loop.case("before", batch=2, lens=[300]),
+        lambda: loop.hypothesis("x"),
+        lambda: layouts.search("x"),
+        lambda: layouts.find_layout(layouts.SMALL, 1, 16, 20, rows=10, trials=5),
+    ],
+)
+def test_bad_input_is_refused(call):
+    with pytest.raises(BadInputError):
+        call()
