@@ -8,6 +8,7 @@ JSON line an outcome; at the end of stdin it kills what still runs, removes the 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -146,6 +147,7 @@ class Supervisor:
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
+            gc.freeze()  # what is inherited lives on: collecting would walk, and so copy, all of it
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for private in (self.reports, self.woken, self.waker):
