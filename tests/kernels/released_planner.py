@@ -72,8 +72,8 @@ int main() {
     std::fill(host.begin(), host.end(), 0);
     PrefillPlanInfo info;
     PrefillPlan<int32_t>(device.data(), size_t(1) << 40, device.data(), host.data(), host.size(), info,
-                         qo.data(), kv.data(), batch, batch, heads, kv_heads, head_dim, head_dim, page, graph, 2, -1, -1,
-                         false, 0, TAIL nullptr);
+                         qo.data(), kv.data(), batch, batch, heads, kv_heads, head_dim, head_dim, page, graph, 2, -1,
+                         -1, false, 0, TAIL nullptr);
     for (auto value : info.ToVector()) printf("%ld ", (long)value);
     printf("|");
     for (size_t i = 0; i < copied; i++) printf(" %d", (unsigned char)device[i]);
