@@ -1,0 +1,146 @@
+"""Facts that follow from others: what a model, a GPU or a single device implies, and whether speculation ran."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from specmortem.triage.facts import PROSE, STATED, Fact, FactBook
+
+GPU_NAMES: Mapping[str, tuple[str, ...]] = {
+    "sm_80": ("A100", "A800", "A30", "GA100", "170HX"),
+    "sm_86": ("3060", "3080", "3090", "A10", "A40", "A4000", "A5000", "A6000"),
+    "sm_89": ("L4", "L40", "L40S", "4090", "4080"),
+    "sm_90": ("H100", "H200", "H800", "H20", "GH200"),
+    "sm_100": ("B100", "B200", "GB200"),
+    "sm_103": ("B300", "GB300"),
+    "sm_120": ("5060", "5070", "5080", "5090", "RTX PRO"),
+    "sm_121": ("GB10", "DGX Spark"),
+}
+CONCURRENT, SINGLE = "many", "single"
+LOW_KV_PERCENT = 30.0
+FIRST_ON_V1, FIRST_ON_V2 = 8, 29
+_MINOR = re.compile(r"0\.(\d{1,3})\b")
+COMMAND_FLAGS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "model")
+
+
+def complete(book: FactBook) -> FactBook:
+    """The book with what follows from it; what it states itself is never overruled."""
+    result = FactBook()
+    result.extend(_one_engine(_without_controls(book)))
+    for follow in (
+        _architecture,
+        _one_device,
+        _speculation,
+        _cache_mode,
+        _concurrency,
+        _kv,
+        _default_pipeline,
+    ):
+        result.extend(follow(result))
+    return result
+
+
+def _without_controls(book: FactBook) -> list[Fact]:
+    """A drafter that ran clean beside the one that failed is a control, not the configuration."""
+    if book.value("control.dflash") == "clean" and any(
+        f.name == "method" and f.value != "dflash" for f in book
+    ):
+        return [f for f in book if (f.name, f.value, f.rank) != ("method", "dflash", PROSE)]
+    return list(book)
+
+
+def _one_engine(facts: list[Fact]) -> list[Fact]:
+    """The engine that is named first, by a log where there is one; others are mentioned in passing."""
+    named = [fact for fact in facts if fact.name == "engine"]
+    if not named:
+        return facts
+    first = max(named, key=lambda fact: fact.rank)
+    kept = ("vllm", "vllm-ascend") if first.value.startswith("vllm") else (first.value,)
+    return [fact for fact in facts if fact.name != "engine" or fact.value in kept]
+
+
+def _because(fact: Fact, name: str, value: str) -> Fact:
+    return replace(fact, name=name, value=value, rank=PROSE)
+
+
+def _architecture(book: FactBook) -> list[Fact]:
+    if "arch" in book:
+        return []
+    found = (
+        (fact, arch)
+        for fact in book.named("gpu")
+        for arch, names in GPU_NAMES.items()
+        if any(name in fact.value for name in names)
+    )
+    return [_because(fact, "arch", arch) for fact, arch in found][:4]
+
+
+def _one_device(book: FactBook) -> list[Fact]:
+    if "pp" in book or book.values("gpus") != ["1"] or (book.numbers("tp") and max(book.numbers("tp")) > 1):
+        return []
+    return [_because(book.named("gpus")[0], "pp", "1")]
+
+
+def _default_pipeline(book: FactBook) -> list[Fact]:
+    """A launch command that names no pipeline has none."""
+    if "pp" in book:
+        return []
+    stated = [fact for name in COMMAND_FLAGS for fact in book.named(name) if fact.rank == STATED]
+    return [_because(stated[0], "pp", "1")] if len({fact.name for fact in stated}) >= 2 else []
+
+
+def _speculation(book: FactBook) -> list[Fact]:
+    """`spec`: on, off, empty (a dump without draft tokens), or mentioned."""
+    firm = [f for name in ("method", "k") for f in book.named(name) if f.rank == STATED]
+    firm += book.named("acceptance_length") + book.named("acceptance_rate")
+    firm += [f for f in book.named("spec_tokens") if f.value == "scheduled"]
+    firm += [f for f in book.named("speculation") if f.rank == STATED and f.value == "on"]
+    if firm:
+        return [_because(firm[0], "spec", "on")]
+    off = [f for f in book if f.name == "speculation" and f.value == "off" and f.rank == STATED]
+    mentioned = book.named("method") or [f for f in book.named("speculation") if f.value == "on"]
+    if off and not book.named("method"):
+        return [_because(off[0], "spec", "off")]
+    if mentioned:
+        return [_because(mentioned[0], "spec", "mentioned")]
+    empty = [f for f in book.named("spec_tokens") if f.value == "empty"]
+    return [_because(empty[0], "spec", "empty")] if empty else []
+
+
+def _cache_mode(book: FactBook) -> list[Fact]:
+    """Hybrid models that cache prefixes run in align mode (the default since vLLM 0.26.0)."""
+    if "cache_mode" in book or "hybrid" not in book or book.value("prefix_cache") != "on":
+        return []
+    return [_because(book.named("prefix_cache")[0], "cache_mode", "align")]
+
+
+def _concurrency(book: FactBook) -> list[Fact]:
+    running = [(fact, int(fact.value)) for fact in book.named("running")]
+    if any(number > 1 for _, number in running):
+        return [_because(max(running, key=lambda pair: pair[1])[0], "concurrency", CONCURRENT)]
+    return []
+
+
+def _kv(book: FactBook) -> list[Fact]:
+    usage = [fact for fact in book.named("kv_usage") if float(fact.value) < LOW_KV_PERCENT]
+    return (
+        [_because(usage[-1], "kv_low", "yes")] if usage and len(usage) == len(book.named("kv_usage")) else []
+    )
+
+
+def _runner(book: FactBook) -> list[Fact]:
+    """V0 before vLLM 0.8. From there on V1, and for hybrid models V2 from 0.29 on, where nothing else is stated."""
+    if (
+        "runner" in book
+        or not (found := book.named("version"))
+        or not (match := _MINOR.match(found[0].value))
+    ):
+        return []
+    minor = int(match[1])
+    if minor < FIRST_ON_V1 and "fork" not in book:
+        return [_because(found[0], "runner", "v0")]
+    if "fork" in book or "hybrid" not in book:
+        return []
+    return [_because(found[0], "runner", "v2" if minor >= FIRST_ON_V2 else "v1")]
