@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specmortem import __version__
+from specmortem.audit.command import audit, campaign
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
 
 if TYPE_CHECKING:
@@ -139,6 +140,29 @@ def probe(ctx: click.Context, cause: str, subjects: tuple[str, ...], device: str
 
 
 @main.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "markdown", "html"]),
+    default="text",
+    show_default=True,
+)
+@click.pass_context
+def triage(ctx: click.Context, files: tuple[str, ...], form: str) -> None:
+    """Say which incident logs and reports fit, why, and what to try next; `-` is standard input.
+
+    Text, gzip and zstd in any encoding. Files are judged together; what tells of another incident is judged apart.
+    Exit code: 0 an incident fits, 1 none of them, 3 not enough evidence, 2 a file cannot be read.
+    """
+    from specmortem import triage as triages
+
+    found = triages.triage(files)
+    click.echo(triages.FORMATS[form](found), nl=False)
+    ctx.exit({triages.NONE: 1, triages.INSUFFICIENT: 3}.get(found.answer, 0))
+
+
+@main.command()
 @click.pass_context
 def doctor(ctx: click.Context) -> None:
     """Say what this machine can run, and why not the rest.
@@ -159,6 +183,10 @@ def incidents() -> None:
 
     loaded = [incident.load(slug) for slug in incident.all_slugs()]
     _print_table(("slug", "grade", "what broke"), [(i.slug, i.grade, i.summary) for i in loaded])
+
+
+main.add_command(audit)
+main.add_command(campaign)
 
 
 def _chosen(slugs: Sequence[str], every: bool) -> list[str]:

@@ -19,6 +19,7 @@ MARKS = {
     "fault": "✗ fault",
     "clean": "✓ clean",
     "not-judged": "– not judged",
+    "not-present": "· not present",
     "illegal-address": "✗ illegal address",
     "corruption": "✗ silent corruption",
     "constant-token": "✗ constant token",

@@ -8,7 +8,7 @@ whether two trees hold the same code.
 from specmortem.upstream.cache import default_cache
 from specmortem.upstream.errors import LiftError, MissingFileError, NotPresentError
 from specmortem.upstream.lift import Lifted, body_hash, closure_hash, lift, lift_method
-from specmortem.upstream.tree import Tree, resolve
+from specmortem.upstream.tree import Tree, give, resolve
 
 __all__ = [
     "LiftError",
@@ -19,6 +19,7 @@ __all__ = [
     "body_hash",
     "closure_hash",
     "default_cache",
+    "give",
     "lift",
     "lift_method",
     "resolve",

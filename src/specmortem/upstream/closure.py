@@ -275,8 +275,13 @@ def plan(tree: Tree, path: str, name: str, provided: Collection[str] = ()) -> Cl
 
     Raises NotPresentError when the tree does not define it, LiftError when it needs too much.
     """
-    source, target = find(tree, path, name)
-    try:
-        return Closure(tree, target, provided, sources={path: source})
-    except RecursionError as error:
-        raise LiftError(f"{tree.subject}: the dependencies of {name} of {path} nest too deeply") from error
+    with tree.asked("closure", path, name, provided) as report:
+        source, target = find(tree, path, name)
+        try:
+            planned = Closure(tree, target, provided, sources={path: source})
+        except RecursionError as error:
+            raise LiftError(
+                f"{tree.subject}: the dependencies of {name} of {path} nest too deeply"
+            ) from error
+        report(planned)
+    return planned

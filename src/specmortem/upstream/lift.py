@@ -81,7 +81,10 @@ def body_hash(tree: Tree, path: str, name: str) -> str:
 
     Raises NotPresentError when the tree does not define the name.
     """
-    return bodies.hash_node(closure.find(tree, path, name)[1].node)
+    with tree.asked("body", path, name) as report:
+        node = closure.find(tree, path, name)[1].node
+        report(node)
+    return bodies.hash_node(node)
 
 
 def closure_hash(tree: Tree, path: str, name: str) -> str:
@@ -139,7 +142,7 @@ class _Alive:
             if target is self.planned.target:
                 subject = self.planned.tree.subject
                 raise LiftError(
-                    f"{subject}: {target.name} ({place}) cannot run outside vLLM: {error}"
+                    f"{subject}: {target.name} ({place}) cannot run outside vLLM: {str(error) or type(error).__name__}"
                 ) from error
             reason = f"{place} failed: {type(error).__name__}: {error}"
             namespace[target.name] = self._placeholder(target.name, reason)

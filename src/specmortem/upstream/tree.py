@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -50,6 +52,15 @@ class Tree(ABC):
     def missing(self, path: str) -> MissingFileError:
         """The error for a file that is not there."""
         return MissingFileError(f"{self.subject} has no file {path}")
+
+    def asked(
+        self, kind: str, path: str, name: str, provided: Collection[str] = ()
+    ) -> AbstractContextManager[Callable[[Any], None]]:
+        """Around each look-up of a definition (`closure` or `body`); the block reports what it found.
+
+        A tree that keeps a record of what was asked of it overrides this.
+        """
+        return nullcontext(lambda found: None)
 
 
 class FolderTree(Tree):
@@ -139,11 +150,21 @@ class ReleaseTree(Tree):
         return opened
 
 
+_given: dict[str, Tree] = {}
+
+
+def give(subject: str, tree: Tree) -> None:
+    """Let `resolve` answer a subject with this tree, in this process."""
+    _given[subject] = tree
+
+
 def resolve(subject: str, cache: Path | None = None) -> Tree:
-    """The tree of `vllm==X`, `tree:DIR` or `installed`.
+    """The tree of `vllm==X`, `tree:DIR` or `installed`, or of a subject that was given one.
 
     Raises BadInputError for anything else, UnavailableError when there is no such release, folder or install.
     """
+    if subject in _given:
+        return _given[subject]
     if subject == "installed":
         return _installed()
     if subject.startswith("tree:") and subject != "tree:":

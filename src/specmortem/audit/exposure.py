@@ -1,0 +1,442 @@
+"""Which causes a configuration of vLLM can reach, and why: the rules as data, one place for `audit` and triage.
+
+A rule is a list of conditions on a `Config`. Each holds, does not hold, or cannot be told, and says so in words; one
+that does not hold makes the cause unreachable, one that cannot be told makes the answer `unknown`. Defaults are those
+of the released sources (named at each), and are used only where the launch command is known whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from packaging.version import InvalidVersion, Version
+
+Runner = Literal["v1", "v2"]
+CacheMode = Literal["none", "align", "all"]
+Reachable = Literal["yes", "no", "unknown"]
+NO_SPECULATION = "none"
+
+HYBRID_FAMILIES = (
+    "qwen3next",
+    "qwen35",
+    "qwen36",
+    "qwen38",
+    "qwen4exp",
+    "nemotronh",
+    "nemotron3",
+    "kimilinear",
+    "kimik3",
+    "jamba",
+    "falconh1",
+    "granitemoehybrid",
+    "granite4",
+    "bamba",
+    "zamba2",
+    "plamo2",
+    "lfm2",
+    "glm5next",
+    "glm53flash",
+)
+PURE_ATTENTION_FAMILIES = (
+    "qwen3forcausallm",
+    "qwen3moe",
+    "qwen2",
+    "qwen25",
+    "llama",
+    "mistral",
+    "mixtral",
+    "gemma",
+    "deepseekv2",
+    "deepseekv3",
+    "deepseekr1",
+    "gptoss",
+    "phi",
+    "museglimmer",
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is known of a running engine; None (or an empty text) is "not known".
+
+    `speculation` is the method, or `none`; `cudagraphs` the graph mode (`NONE`, `PIECEWISE`, `FULL`,
+    `FULL_DECODE_ONLY`, `FULL_AND_PIECEWISE`). `gpu` is the compute capability times ten: 90 is sm_90. `complete` says
+    that the whole launch command is known, so that what it leaves out has vLLM's default. `sources` tells where a
+    field comes from, `unknown` lists flags that were given and are not read.
+    """
+
+    version: str = ""
+    model: str = ""
+    hybrid: bool | None = None
+    runner: Runner | None = None
+    pipeline: int | None = None
+    tensor: int | None = None
+    speculation: str = ""
+    drafts: int | None = None
+    cache_mode: CacheMode | None = None
+    prefix_caching: bool | None = None
+    block_size: int | None = None
+    async_scheduling: bool | None = None
+    eager: bool | None = None
+    cudagraphs: str = ""
+    attention: str = ""
+    kv_cache_dtype: str = ""
+    max_num_seqs: int | None = None
+    gpu: int | None = None
+    launch_blocking: bool | None = None
+    complete: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+
+    def before(self, release: str) -> bool | None:
+        """Whether the engine is older than a release; None where its version is not known or is no number."""
+        try:
+            return Version(self.version) < Version(release) if self.version else None
+        except InvalidVersion:
+            return None
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, str]) -> Config:
+        """The configuration in facts named like vLLM's own settings (`pipeline_parallel_size`, `method`, ...)."""
+        from specmortem.audit.launch import from_facts
+
+        return from_facts(facts)
+
+    def with_default(self, name: str, value: Any, why: str) -> Config:
+        """The field filled in, unless it is known already."""
+        if getattr(self, name) not in (None, ""):
+            return self
+        return replace(self, **{name: value}, sources={**self.sources, name: why})
+
+    def told(self, name: str) -> str:
+        """A field with where it comes from, for the middle of a sentence."""
+        source = self.sources.get(name, "")
+        return f" ({source})" if source else ""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Whether a configuration reaches a cause, and the reason: what rules it out, what is missing, or what holds."""
+
+    reachable: Reachable
+    reason: str
+
+    @property
+    def reached(self) -> bool | None:
+        """True, False, or None for unknown."""
+        return {"yes": True, "no": False}.get(self.reachable)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One thing that must hold. `text` completes "needs …"; `test` returns None where it cannot be told."""
+
+    text: str
+    test: Callable[[Config], bool | None]
+    shown: Callable[[Config], str] = lambda config: ""
+
+
+def is_hybrid(model: str) -> bool | None:
+    """Whether a model has recurrent layers, by its name or architecture; None for a family that is not listed."""
+    name = "".join(c for c in model.lower() if c.isalnum())
+    if any(family in name for family in HYBRID_FAMILIES):
+        return True
+    return False if any(family in name for family in PURE_ATTENTION_FAMILIES) else None
+
+
+def resolve(config: Config) -> Config:
+    """The configuration with what follows from it: from its model, and from vLLM's defaults where it is whole."""
+    steps: tuple[Callable[[Config], Config], ...] = (
+        _model,
+        _plain_defaults,
+        _runner,
+        _caching,
+        _async,
+        _attention,
+    )
+    for step in steps:
+        config = step(config)
+    return config
+
+
+def _model(c: Config) -> Config:
+    hybrid = is_hybrid(c.model) if c.model else None
+    return c if hybrid is None else c.with_default("hybrid", hybrid, f"by the name {c.model}")
+
+
+def _plain_defaults(c: Config) -> Config:
+    """Defaults that are the same in 0.19.1 to 0.33.0 (vllm/config/parallel.py, model.py and arg_utils.py)."""
+    if c.eager:
+        c = c.with_default("cudagraphs", "NONE", "eager")
+    if not c.complete:
+        return c
+    defaults = {"pipeline": 1, "tensor": 1, "speculation": NO_SPECULATION, "eager": False}
+    for name, value in defaults.items():
+        c = c.with_default(name, value, "default")
+    if not c.eager:
+        c = c.with_default("cudagraphs", "FULL_AND_PIECEWISE", "default")
+    return c.with_default("max_num_seqs", 128, "default, 128 or more")
+
+
+def _runner(c: Config) -> Config:
+    """`use_v2_model_runner` of vllm/config/vllm.py: 0.19.1 off; to 0.28.0 not for hybrids; from 0.29.0 for all.
+
+    0.22.1:494-530 lists Qwen3ForCausalLM only, 0.25.1:557-574 takes dense models that are not hybrid, 0.29.0:645-677
+    all but what `_get_v2_model_runner_unsupported_features` names (n-gram and other methods, eagle3 in a pipeline).
+    """
+    old, method = c.before("0.29.0"), _family(c.speculation)
+    told = f"default of {c.version or 'vLLM'}" + ("" if c.complete else ", if no variable sets it")
+    if old is None or not (c.complete or old or method):
+        return c
+    if old:
+        is_v1 = c.before("0.22.0") or c.hybrid
+        return c.with_default("runner", "v1", told + " for hybrid models" * bool(c.hybrid)) if is_v1 else c
+    if c.speculation != NO_SPECULATION and method == "other":
+        return c.with_default("runner", "v1", f"V2 does not support {c.speculation}")
+    return c.with_default("runner", "v2", told)
+
+
+def _caching(c: Config) -> Config:
+    """Prefix caching of hybrids is off by default to 0.25.1 and on from 0.26.0 (vllm/config/model.py,
+    is_prefix_caching_supported: 0.25.1:1883-1888, 0.26.0:1895-1897); it decides the cache mode of recurrent state
+    (vllm/model_executor/models/config.py: 0.25.1:555-597, 0.33.0:760-782).
+    """
+    if c.hybrid is False:
+        c = c.with_default("cache_mode", "none", "no recurrent layers")
+    if c.complete and c.hybrid and (old := c.before("0.26.0")) is not None:
+        c = c.with_default("prefix_caching", not old, f"default of {c.version} for hybrid models")
+    if c.prefix_caching is False:
+        c = c.with_default("cache_mode", "none", "no prefix caching")
+    if c.prefix_caching and c.hybrid:
+        c = c.with_default("cache_mode", "align", "what prefix caching makes of it")
+    if c.cache_mode in ("align", "all"):
+        c = c.with_default("prefix_caching", True, f"{c.cache_mode} needs it")
+    return c
+
+
+def _async(c: Config) -> Config:
+    """On by default with EAGLE, MTP and DFlash drafts (vllm/config/vllm.py: 0.19.1:755-788, 0.25.1:992-1040).
+
+    From 0.29.0 the V1 runner turns it off in a pipeline (0.33.0:1665).
+    """
+    if not c.complete:
+        return c
+    if c.runner == "v1" and (c.pipeline or 1) > 1:
+        return c
+    if _family(c.speculation) in ("mtp", "eagle", "dflash") or c.speculation == NO_SPECULATION:
+        return c.with_default("async_scheduling", True, "default")
+    return c
+
+
+def _attention(c: Config) -> Config:
+    """The first back end of vllm/platforms/cuda.py (0.19.1:100-112, 0.28.0:148-162, 0.33.0:160-180).
+
+    FlashInfer on sm_100; elsewhere FlashAttention, which below sm_90 and on sm_120 has no fp8 cache.
+    """
+    if not c.complete or c.gpu is None:
+        return c
+    if c.gpu // 10 == 10:
+        return c.with_default("attention", "FLASHINFER", f"default on sm_{c.gpu}")
+    if c.kv_cache_dtype.startswith("fp8"):
+        return c if c.gpu == 90 else c.with_default("attention", "FLASHINFER", "fp8 cache, no FlashAttention")
+    return c.with_default("attention", "FLASH_ATTN", f"default on sm_{c.gpu}")
+
+
+def _family(method: str) -> str:
+    """`mtp`, `eagle`, `dflash` or `other`; an empty text for an unknown method."""
+    name = method.lower()
+    if not name:
+        return ""
+    if name == "mtp" or name.endswith("_mtp"):
+        return "mtp"
+    if name.startswith("eagle"):
+        return "eagle"
+    return "dflash" if name.startswith("dflash") else "other"
+
+
+# Conditions
+
+
+def _equal(name: str, value: Any, text: str) -> Condition:
+    def test(c: Config) -> bool | None:
+        found = getattr(c, name)
+        return None if found in (None, "") else found == value
+
+    return Condition(text, test, lambda c: f"{getattr(c, name)}{c.told(name)}")
+
+
+def _at_least(name: str, least: int, text: str) -> Condition:
+    def test(c: Config) -> bool | None:
+        found = getattr(c, name)
+        return None if found is None else found >= least
+
+    return Condition(text, test, lambda c: f"{getattr(c, name)}{c.told(name)}")
+
+
+def _drafted_by(*families: str) -> Condition:
+    def test(c: Config) -> bool | None:
+        if c.speculation == NO_SPECULATION:
+            return False
+        return _family(c.speculation) in families if c.speculation else None
+
+    names = {"mtp": "MTP", "eagle": "EAGLE", "dflash": "DFlash"}
+    text = f"{' or '.join(names[f] for f in families)} drafts"
+    return Condition(text, test, lambda c: f"{c.speculation}{c.told('speculation')}")
+
+
+def _plans(c: Config) -> bool | None:
+    """Whether decode of FlashInfer plans on this GPU (vllm/utils/flashinfer.py, supports_trtllm_attention:
+    sm_100 never; sm_90 until 0.24.0, 0.25.1:389-394; sm_120 until 0.27.1, 0.28.0:410-414).
+    """
+    if c.gpu is None:
+        return None
+    if c.gpu // 10 == 10:
+        return False
+    bound = {9: "0.25.0", 12: "0.28.0"}.get(c.gpu // 10)
+    return True if bound is None else c.before(bound)
+
+
+def _speculates(c: Config) -> bool | None:
+    return c.speculation != NO_SPECULATION if c.speculation else None
+
+
+def _graphs(c: Config) -> bool | None:
+    if c.eager or c.cudagraphs == "NONE":
+        return False
+    return True if c.cudagraphs or c.eager is False else None
+
+
+def _full_graphs(c: Config) -> bool | None:
+    return "FULL" in c.cudagraphs if c.cudagraphs else (False if c.eager else None)
+
+
+def _not_align(c: Config) -> bool | None:
+    return None if c.cache_mode is None else c.cache_mode != "align"
+
+
+def _blocks_differ(c: Config) -> bool | None:
+    return None if c.block_size is None else True
+
+
+def _waits_for_counts(c: Config) -> bool | None:
+    """To 0.21.0 align mode permutes the counts twice, with or without asynchronous scheduling."""
+    if c.before("0.22.0"):
+        return True
+    return c.async_scheduling
+
+
+V1 = _equal("runner", "v1", "the V1 runner")
+V2 = _equal("runner", "v2", "the V2 runner")
+HYBRID = _equal("hybrid", True, "a hybrid model")
+ALIGN = _equal("cache_mode", "align", "mamba_cache_mode align")
+NOT_ALIGN = Condition(
+    "a mamba_cache_mode other than align", _not_align, lambda c: f"{c.cache_mode}{c.told('cache_mode')}"
+)
+ASYNC = _equal("async_scheduling", True, "asynchronous scheduling")
+PIPELINE = _at_least("pipeline", 2, "a pipeline of two or more ranks")
+CONCURRENT = _at_least("max_num_seqs", 2, "two or more requests at a time")
+CACHING = _equal("prefix_caching", True, "prefix caching")
+SPECULATION = Condition(
+    "speculative decoding", _speculates, lambda c: f"{c.speculation or 'not known'}{c.told('speculation')}"
+)
+GRAPHS = Condition("CUDA graphs", _graphs, lambda c: f"{c.cudagraphs or 'not known'}{c.told('cudagraphs')}")
+FULL_GRAPHS = Condition("full CUDA graphs", _full_graphs, lambda c: f"{c.cudagraphs}{c.told('cudagraphs')}")
+DFLASH = _drafted_by("dflash")
+DRAFT_LOOP = _drafted_by("mtp", "eagle")
+FLASHINFER = _equal("attention", "FLASHINFER", "the FlashInfer back end")
+PLANS = Condition(
+    "decode kernels of FlashInfer that plan (sm_80 to sm_89 always, sm_90 to 0.24, sm_120 to 0.27, sm_100 never)",
+    _plans,
+    lambda c: f"sm_{c.gpu}, {c.version or 'version not known'}",
+)
+SMALL_BLOCKS = Condition(
+    "blocks smaller than the recurrent state's (a --block-size, or a drafter's)",
+    _blocks_differ,
+    lambda c: f"--block-size {c.block_size}",
+)
+OLD_LOOKAHEAD = Condition(
+    "a scheduler that reserves fewer slots than are drafted (to 0.22.1)",
+    lambda c: c.before("0.23.0"),
+    lambda c: c.version,
+)
+COUNTS = Condition(
+    "asynchronous scheduling (to 0.21.0 with or without)",
+    _waits_for_counts,
+    lambda c: f"{c.async_scheduling}{c.told('async_scheduling')}",
+)
+NEVER_SEEN = Condition("something that no flag tells and no public report shows", lambda c: None)
+
+
+def _drafts(least: int) -> Condition:
+    return _at_least("drafts", least, f"{least} or more drafts a step")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a cause needs of the configuration, and what it needs beside it that no flag tells."""
+
+    needs: tuple[Condition, ...]
+    also: str = ""
+
+
+RULES: Mapping[str, Rule] = {
+    "v1-rejected-equals-context": Rule((V1, DFLASH), "a request whose whole context is rejected"),
+    "stale-block-id": Rule((DFLASH, OLD_LOOKAHEAD)),
+    "stale-graph-tail": Rule((V1, DFLASH, NEVER_SEEN)),
+    "capture-below-buffer": Rule((V1, DFLASH, NEVER_SEEN)),
+    "v2-null-block": Rule((V2, DFLASH), "evicted or unallocated columns"),
+    "v2-rejected-context-slots": Rule((V2, DFLASH), "any rejection"),
+    "v2-past-max-len": Rule((V2, DFLASH), "a request near max_model_len"),
+    "v2-slot-past-max-len": Rule((V2, DFLASH), "a request near max_model_len"),
+    "v2-stale-tail": Rule((V2, DFLASH, FULL_GRAPHS), "a padded batch size"),
+    "gdn-unbounded-accepted": Rule((V1, HYBRID, SPECULATION), "an accepted count of 0 or above K + 1"),
+    "recovered-token-out-of-vocab": Rule((V1, SPECULATION), "NaN logits and random sampling"),
+    "count-to-lookup-chain": Rule(
+        (V1, HYBRID, SPECULATION, ASYNC, GRAPHS, CONCURRENT), "requests that come and go"
+    ),
+    "batch-row-index": Rule((V2, PIPELINE, SPECULATION, ALIGN, CONCURRENT), "rows that change between steps"),
+    "accepted-written-in-place": Rule((V2, SPECULATION, ALIGN)),
+    "overlapping-shift": Rule((SPECULATION, ALIGN), "an accepted run that ends a block where it started"),
+    "seed-column-divisor": Rule((V2, ALIGN, CACHING, SMALL_BLOCKS), "a hit in the prefix cache"),
+    "null-block-copied": Rule((V2, ALIGN, NEVER_SEEN)),
+    "plan-staging-reuse": Rule(
+        (V1, DRAFT_LOOP, _drafts(3), FLASHINFER, PLANS), "with 3 drafts only steps without rejections known"
+    ),
+    "builder-staging-reuse": Rule((V1, DRAFT_LOOP, _drafts(2), FLASHINFER, PLANS)),
+    "zeroer-staging-reuse": Rule((V2, HYBRID, ASYNC), "blocks handed out in two steps in a row"),
+    "stale-count-none": Rule(
+        (V1, HYBRID, SPECULATION, ASYNC, NOT_ALIGN, CONCURRENT),
+        "a request that ends as another begins to draft",
+    ),
+    "stale-count-align": Rule((V1, HYBRID, SPECULATION, ALIGN, COUNTS, CONCURRENT)),
+    "graph-metadata-rows": Rule((HYBRID, SPECULATION, FULL_GRAPHS), "no wrong value is known to follow"),
+}
+
+
+def reaches(cause: str, config: Config) -> Reach:
+    """Whether this configuration, with what follows from it, reaches a cause.
+
+    A cause without a rule is `unknown`.
+    """
+    rule = RULES.get(cause)
+    if rule is None:
+        return Reach("unknown", f"there is no rule for the cause {cause}")
+    known = resolve(config)
+    answers = [(condition, condition.test(known)) for condition in rule.needs]
+    for condition, holds in answers:
+        if holds is False:
+            return Reach(
+                "no", f"needs {condition.text}; here: {condition.shown(known)}".removesuffix("; here: ")
+            )
+    missing = [condition.text for condition, holds in answers if holds is None]
+    if missing:
+        return Reach("unknown", f"not told: {'; '.join(missing)}")
+    given = [f"{condition.text}: {condition.shown(known)}" for condition, _ in answers]
+    return Reach("yes", "; ".join([*given, *([f"also needs {rule.also}"] if rule.also else [])]))
+
+
+def reached(config: Config) -> dict[str, Reach]:
+    """The answer for every cause that has a rule."""
+    return {cause: reaches(cause, config) for cause in RULES}
