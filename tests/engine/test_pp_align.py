@@ -61,6 +61,12 @@ def test_every_small_case_is_clean_after_and_some_are_not_before():
     assert after["faults"] == 0
 
 
+def test_every_interleaving_is_clean_after_and_some_are_not_before():
+    before, after = (pp_align.interleavings(subject, decisions=1) for subject in ("before", "after"))
+    assert 0 < before["faults"] < before["interleavings"] == after["interleavings"] >= after["cases"] == 32
+    assert after["faults"] == 0 and before["witness"]
+
+
 def test_the_reported_workload_goes_wrong_before_within_some_dozens_of_requests():
     before = pp_align.reported_workload("before", seed=0)
     assert before["first_wrong_copy"]["request"] <= 24 and before["first_damage"] is not None

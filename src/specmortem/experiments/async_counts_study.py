@@ -16,25 +16,7 @@ SLUG = "async-accepted-counts"
 NONE, ALIGN, METADATA = "stale-count-none", "stale-count-align", "graph-metadata-rows"
 CAUSE_OF = {"none": NONE, "all": NONE, "align": ALIGN}
 CONSUMERS = ("0.21.0", "0.23.0")  # releases whose graphs have the added rows
-RELEASES = (
-    "0.19.1",
-    "0.20.1",
-    "0.20.2",
-    "0.21.0",
-    "0.22.0",
-    "0.22.1",
-    "0.23.0",
-    "0.24.0",
-    "0.25.1",
-    "0.26.0",
-    "0.27.1",
-    "0.28.0",
-    "0.29.0",
-    "0.30.0",
-    "0.31.0",
-    "0.32.0",
-    "0.33.0",
-)
+RELEASES = study.RELEASES
 SHAPES = {
     "before": "as released: wait behind the row moves, then gather",
     "blocking-copy-gathered": "as released up to 0.21.0: blocking copy, then gather",

@@ -46,8 +46,8 @@ STAGGERED = (
     Request(4, tuple(range(300, 305)), 48, 14),
 )
 LOCK_STEP = (Request(1, (1, 2, 3), 48, 0), Request(2, (4, 5, 6), 48, 0))
-CONTROLS = ("eager", "graphs", "pp1", "one-request", "one-seq", "mtp-off", "lock-step")
-STATED = {name: "fault" if name in ("eager", "graphs") else "clean" for name in CONTROLS}
+CONTROLS = ("eager", "graphs", "launch-blocking", "pp1", "one-request", "one-seq", "mtp-off", "lock-step")
+STATED = {name: "fault" if name in CONTROLS[:3] else "clean" for name in CONTROLS}
 REPORTED = EngineConfig(
     pp_size=3,
     num_speculative_tokens=1,
@@ -66,7 +66,7 @@ def _binding(subject: str) -> Any:
 
 
 def _controlled(control: str, config: EngineConfig) -> tuple[EngineConfig, Sequence[Request]]:
-    """Settings and requests of a control; `eager` and `graphs` differ in the forward only."""
+    """Settings and requests of a control; `eager`, `graphs` and `launch-blocking` differ in neither."""
     if control not in CONTROLS:
         raise BadInputError(f"control {control!r} is not one of {', '.join(CONTROLS)}")
     settings: dict[str, dict[str, int]] = {
@@ -93,7 +93,7 @@ def control(
     wrong, else `clean`.
     """
     config, requests = _controlled(control, replace(SMALL, pp_size=pp_size))
-    dev = devices.open(device)
+    dev = devices.open(device, schedule="immediate" if control == "launch-blocking" else "lazy")
     said = speech(dev, config, requests, width, seed)
     sampler = GreedyVerifier(said.models[-1], width)
     pipeline = Pipeline(
@@ -257,11 +257,11 @@ class _Account:
         config: EngineConfig,
         requests: Sequence[Request],
         sampler: Any,
-        device: str = "sim",
+        device: str | Device = "sim",
         copies: Copies = "plain",
         guards: Guards = AFTER,
     ) -> None:
-        dev = devices.open(device, schedule="immediate")
+        dev = device if isinstance(device, Device) else devices.open(device, schedule="immediate")
         self.config, self.model = config, TagModel(dev, config)
         self.pipeline = Pipeline(
             dev,
@@ -453,23 +453,48 @@ class _Scripted:
         return [0] * (2 if row.decode and next(self.bits, True) else 1)
 
 
-def every_small_case(subject: str, decisions: int = 6) -> dict[str, Any]:
+SMALLEST = EngineConfig(2, 1, 4, 2, 6, 32, 24)
+
+
+def _small_cases(decisions: int) -> Iterator[tuple[str, list[Request], tuple[bool, ...]]]:
     """Two requests, PP = 2, K = 1, blocks of 4: every arrival, prompt length and abort, every pattern of acceptance."""
-    torch.set_num_threads(1)
-    config = EngineConfig(2, 1, 4, 2, 6, 32, 24)
-    cases = faults = 0
-    witness = ""
     patterns = list(itertools.product((False, True), repeat=decisions))
     for arrives, prompt, aborts in itertools.product(range(4), (2, 5), (None, 7)):
         requests = [Request(1, (0,) * 3, 8, 0), Request(2, (0,) * prompt, 8, arrives, aborts)]
         for bits in patterns:
-            one = _Account(subject, config, requests, _Scripted(bits)).run()
-            cases, faults = cases + 1, faults + bool(one.witness)
-            if one.witness and not witness:
-                witness = (
-                    f"arrival {arrives}, prompt {prompt}, accepted {[int(b) for b in bits]}: {one.witness}"
-                )
+            yield f"arrival {arrives}, prompt {prompt}, accepted {[int(b) for b in bits]}", requests, bits
+
+
+def every_small_case(subject: str, decisions: int = 6) -> dict[str, Any]:
+    """Every small case once; see `_small_cases`."""
+    torch.set_num_threads(1)
+    cases = faults = 0
+    witness = ""
+    for name, requests, bits in _small_cases(decisions):
+        one = _Account(subject, SMALLEST, requests, _Scripted(bits)).run()
+        cases, faults = cases + 1, faults + bool(one.witness)
+        witness = witness or (one.witness and f"{name}: {one.witness}")
     return {"cases": cases, "faults": faults, "witness": witness}
+
+
+def interleavings(subject: str, decisions: int = 2) -> dict[str, Any]:
+    """Small cases under every distinguishable schedule of the simulated device; `cases` says how many cases they are.
+
+    A rank waits for its one stream before it looks at a result, so each case has one schedule; this is the check.
+    """
+    torch.set_num_threads(1)
+    cases = explored = faults = 0
+    witness = ""
+    for name, requests, bits in _small_cases(decisions):
+
+        def program(dev: Device, requests: list[Request] = requests, bits: tuple[bool, ...] = bits) -> str:
+            return _Account(subject, SMALLEST, requests, _Scripted(bits), dev).run().witness
+
+        runs = devices.enumerate_schedules(program)
+        told = [str(run.outcome) for run in runs]
+        cases, explored, faults = cases + 1, explored + runs.explored, faults + sum(map(bool, told))
+        witness = witness or next((f"{name}: {one}" for one in told if one), "")
+    return {"interleavings": explored, "cases": cases, "faults": faults, "witness": witness}
 
 
 # The reported workload

@@ -17,18 +17,7 @@ from specmortem.verdict import DeviceKind, Evidence, Row
 MODULE = "specmortem.experiments.pp_align"
 SHIFT = "specmortem.experiments.align_shift"
 CAUSE = "batch-row-index"
-RELEASES = (
-    "0.24.0",
-    "0.25.1",
-    "0.26.0",
-    "0.27.1",
-    "0.28.0",
-    "0.29.0",
-    "0.30.0",
-    "0.31.0",
-    "0.32.0",
-    "0.33.0",
-)
+RELEASES = study.RELEASES[study.RELEASES.index("0.24.0") :]
 PARTS: Mapping[DeviceKind, int] = {"sim": 4, "cuda": 8}  # processes that share a long run
 LANES = {
     "live-neighbour": "state that a live request is using",
@@ -38,9 +27,14 @@ LANES = {
 
 
 def _arm(
-    function: str, name: str, kwargs: dict[str, Any], runs_on: DeviceKind, timeout_s: float = 300
+    function: str,
+    name: str,
+    kwargs: dict[str, Any],
+    runs_on: DeviceKind,
+    timeout_s: float = 300,
+    env: Mapping[str, str] | None = None,
 ) -> Arm:
-    return Arm(f"{MODULE}:{function}", kwargs, name, timeout_s, runs_on)
+    return Arm(f"{MODULE}:{function}", kwargs, name, timeout_s, runs_on, env or {})
 
 
 def control_rows(device: DeviceKind, seed: int, pp_sizes: Sequence[int] = (2, 3)) -> list[Row]:
@@ -52,6 +46,7 @@ def control_rows(device: DeviceKind, seed: int, pp_sizes: Sequence[int] = (2, 3)
             f"{s}, {c}, PP {pp}",
             {"subject": s, "control": c, "pp_size": pp, "device": device, "seed": seed},
             device,
+            env={"CUDA_LAUNCH_BLOCKING": "1"} if device == "cuda" and c == "launch-blocking" else {},
         )
         for s, c, pp in cells
     ]
@@ -186,15 +181,19 @@ def column_rows(device: DeviceKind) -> list[Row]:
 
 
 def small_case_rows(decisions: int = 6) -> list[Row]:
-    """Every case of two requests and two ranks, on the simulated device whatever the device is."""
-    subjects = ("before", "after")
-    asked = [
-        _arm("every_small_case", f"small, {s}", {"subject": s, "decisions": decisions}, "sim")
-        for s in subjects
+    """Every case of two requests and two ranks, and every schedule of some, on the simulated device always."""
+    cells = [
+        (function, name, unit, length, subject)
+        for function, name, unit, length in (
+            ("every_small_case", "every-small-case", "cases", decisions),
+            ("interleavings", "every-interleaving", "interleavings", 2),
+        )
+        for subject in ("before", "after")
     ]
+    asked = [_arm(f, f"{name}, {s}", {"subject": s, "decisions": n}, "sim") for f, name, _, n, s in cells]
     return [
-        study.total([end], CAUSE, "every-small-case", subject, None, "cases")
-        for end, subject in zip(run_arms(asked), subjects, strict=True)
+        study.total([end], CAUSE, name, subject, None, unit)
+        for end, (_, name, unit, _, subject) in zip(run_arms(asked), cells, strict=True)
     ]
 
 

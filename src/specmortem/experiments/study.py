@@ -13,6 +13,10 @@ from specmortem.errors import UnavailableError
 from specmortem.isolation import Arm, Ended, run_arm
 from specmortem.verdict import DeviceInfo, DeviceKind, Evidence, Outcome, Row
 
+RELEASES = (
+    *("0.19.1", "0.20.1", "0.20.2", "0.21.0", "0.22.0", "0.22.1", "0.23.0", "0.24.0", "0.25.1"),
+    *("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+)
 DIED = ("illegal-address", "device-assert", "cuda-error")
 
 
