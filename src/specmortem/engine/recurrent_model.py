@@ -13,6 +13,7 @@ resample kernels use 1024, its greedy verification of drafts 8192.)
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -143,22 +144,33 @@ class GreedyVerifier:
         """One token, and one for each accepted draft; none for a chunk that is not its prompt's last."""
         if hidden is None:
             return []
+        last = [row.num_tokens if row.decode else int(row.samples) for row in batch.rows]
         parts = torch.split(hidden, [row.num_tokens for row in batch.rows])
+        targets = self._targets(
+            torch.cat([part[len(part) - n :] for part, n in zip(parts, last, strict=True)])
+        )
+        ends = itertools.accumulate(last)
         return [
-            self._row(row.tokens, part if row.decode else part[-1:]) if row.samples else []
-            for row, part in zip(batch.rows, parts, strict=True)
+            accepted(row.tokens, targets[end - n : end]) if row.samples else []
+            for row, n, end in zip(batch.rows, last, ends, strict=True)
         ]
 
-    def _row(self, tokens: tuple[int, ...], hidden: torch.Tensor) -> list[int]:
+    def _targets(self, hidden: torch.Tensor) -> list[int]:
+        """What the model says after each row of hidden [N, D]."""
+        if not len(hidden):
+            return []
         logits = self.model.logits(hidden)
-        self.nan_rows += bool(torch.isnan(logits).any())
-        targets: list[int] = blocked_argmax(logits, self.width).tolist()
-        if len(targets) == 1:
-            return targets
-        count = 1
-        while count < len(targets) and tokens[count] == targets[count - 1]:
-            count += 1
-        return targets[:count]
+        self.nan_rows += int(torch.isnan(logits).any(dim=1).sum())
+        found: list[int] = blocked_argmax(logits, self.width).tolist()
+        return found
+
+
+def accepted(tokens: Sequence[int], targets: Sequence[int]) -> list[int]:
+    """The targets up to the first draft, tokens[1:], that the one before it does not confirm; one at least."""
+    count = 1
+    while count < len(targets) and tokens[count] == targets[count - 1]:
+        count += 1
+    return list(targets[:count])
 
 
 class Carried(NamedTuple):

@@ -216,11 +216,14 @@ def reference_preprocess(
 ) -> None:
     """Bookkeeping of one step, request by request; the contract of `preprocess`."""
     loc = query_start_loc.tolist()
+    columns, counts, computed = (
+        c.tolist() for c in (counters.state_idx, counters.num_accepted, counters.num_computed)
+    )
     for batch, slot in enumerate(idx_mapping.tolist()):
         if slot < 0:
             continue
-        old, accepted = int(counters.state_idx[slot]), int(counters.num_accepted[slot])
-        after = int(counters.num_computed[slot]) + loc[batch + 1] - loc[batch]
+        old, accepted = columns[slot], counts[slot]
+        after = computed[slot] + loc[batch + 1] - loc[batch]
         new = -(-after // block_size) - 1
         counters.src_col[slot], counters.src_off[slot] = old, max(accepted - 1, 0)
         counters.state_idx[slot] = new
@@ -268,7 +271,8 @@ def _moves(states: AlignStates, slot: int, row: int, src_col: int, dst_col: int,
         if not (0 <= from_col < states.columns and 0 <= dst_col < states.columns):
             continue
         table = states.tables[state.group]
-        src, dst = int(table[row, from_col]), int(table[row, dst_col])
+        ids = table[row].tolist()
+        src, dst = ids[from_col], ids[dst_col]
         if NULL_BLOCK not in (src, dst) and (src != dst or shift):
             moves.append(Move(slot, row, number, from_col, dst_col, src, dst, shift))
     return moves
