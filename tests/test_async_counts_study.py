@@ -62,6 +62,11 @@ def test_landings_become_rows_and_tables():
     assert not table.loc["before", "lands inside"].startswith("0 of ")
     shapes = counts.shape_table(rows)
     assert list(shapes["policy"]) == list(counts.SHAPES) and shapes["what it does"].all()
+    shapes = shapes.set_index("policy")
+    blocking = shapes.loc["blocking-copy-gathered"]
+    assert blocking["not in flight"].endswith(" of 60") and not blocking["not in flight"].startswith("0 ")
+    assert list(blocking[["lands before", "lands inside", "lands after"]]) == ["", "", ""]
+    assert shapes.loc["before", "not in flight"] == ""
     drafts = counts.first_draft_table(rows).set_index("a row starts from")
     corrected = drafts.loc["corrected on the device (none)"]
     assert corrected["wrong rows"] == corrected["at their first drafts"] > 0
@@ -94,7 +99,11 @@ def test_the_detector_names_the_pair_and_clears_a_wrong_policy():
     assert by["staging-detector-none", "after"].outcome == "clean"
     hoisted = by["staging-detector-align", "hoist-wait"]
     assert hoisted.outcome == "clean" and hoisted.evidence.detail["wrong_landings"] > 0
-    table = counts.detector_table(rows).set_index(["mode", "policy"])["pairs that the detector names"]
+    table = counts.detector_table(rows).set_index(["mode", "policy"])
+    in_this_run = table["wrong rows in this run"]
+    assert in_this_run["none", "before"] == in_this_run["align", "before"] == 0
+    assert in_this_run["align", "hoist-wait"] > 0
+    table = table["pairs that the detector names"]
     assert table["align", "hoist-wait"] == "none" and "× swap_states writes" in table["none", "before"]
 
 
@@ -180,12 +189,30 @@ def test_questions_of_the_review_are_answered_from_rows():
     answers = counts.review_table(rows).set_index("question")["answer"]
     assert list(answers.index) == list(counts.QUESTIONS.values())
     assert answers.iloc[0].startswith("72 requests have 288 rows by tokens, 72 by requests; 216")
+    assert answers.iloc[1] == "not judged in this run"
     assert "wrong in 0 of" in answers.iloc[2]
     wrong = [
         replace(row, outcome="fault", faults=row.runs) if row.subject == "after-as-released" else row
         for row in rows
     ]
     assert "wrong in 0 of" not in counts.review_table(wrong)["answer"].iloc[2]
+
+
+def in_all(release, outcome, **landings):
+    detail = {"mode_all": {"landings": landings} if landings else {"absent": "no such mode"}}
+    return released(counts.NONE, release, outcome, detail=detail)
+
+
+def test_mode_all_is_answered_from_the_rows_of_releases():
+    old = [in_all(release, "fault", before=[0, 38], inside=[7, 136]) for release in ("0.22.1", "0.23.0")]
+    new = [in_all("0.24.0", "clean", before=[0, 38], inside=[0, 136]), in_all("0.32.0", "clean")]
+    other = [
+        released(counts.ALIGN, "0.24.0", "fault"),
+        released(counts.NONE, "0.25.1", "not-judged", reason="r"),
+    ]
+    told = "7 of 174 landings wrong in 0.22.1 to 0.23.0; 0 of 174 landings wrong in 0.24.0; no such mode in 0.32.0"
+    assert counts._in_mode_all([*old, *new, *other]) == f"yes: {told}"
+    assert counts._in_mode_all(new).startswith("no: 0 of 174 landings wrong in 0.24.0")
 
 
 def test_faults_of_releases_with_one_account_share_a_line():

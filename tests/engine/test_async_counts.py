@@ -7,7 +7,7 @@ from specmortem.experiments import async_counts as arms
 
 @pytest.fixture(scope="module")
 def shapes():
-    return arms.align_shapes(120)
+    return {arm: arms.landing(arm, "align") for arm in ("before", *ALIGN_SHAPES)}
 
 
 def by_landing(found):
@@ -49,23 +49,41 @@ def test_where_each_align_shape_is_wrong(shapes):
 def test_align_up_to_0_21_0_is_wrong_without_a_race():
     found = arms.landing("blocking-copy-gathered", "align", 60)
     assert found["interleavings"] == 60 and found["faults"] > 0
+    assert found["landings"].pop("not-in-flight") == {"wrong": found["faults"], "total": 60}
+    assert {n["total"] for n in found["landings"].values()} == {0}
+
+
+@pytest.mark.parametrize(
+    ("arm", "in_flight"), [("after", False), ("after-0.24.0", True), ("hoist-wait", True)]
+)
+def test_a_copy_is_in_flight_unless_there_is_none_or_its_own_step_waits_for_it(arm, in_flight):
+    found = arms.landing(arm, "none", 20)["landings"]
+    assert ("not-in-flight" not in found) == in_flight
 
 
 def test_the_event_was_waited_for_each_time_and_did_not_help():
-    found = arms.event(40)
+    tried = ("no-wait", "before", "hoist-wait", "private-target", "after")
+    found = {arm: arms.landing(arm, "none", 40) for arm in tried}
     assert found["before"]["landed_before_the_read"] == found["before"]["interleavings"]
     assert 0 < found["before"]["faults"] < found["no-wait"]["faults"]
     assert all(found[arm]["faults"] == 0 for arm in ("hoist-wait", "private-target", "after"))
 
 
 def test_the_host_is_wrong_about_many_rows_and_the_correction_leaves_first_drafts():
-    found = arms.first_drafts(60)
-    assert found["host"]["wrong_rows"] > found["host"]["first_drafts"] > 0
-    assert (
-        found["corrected"]["wrong_rows"]
-        == found["corrected"]["first_drafts"]
-        == found["host"]["first_drafts"]
-    )
+    host, corrected = (arms.landing("before", mode, 60) for mode in ("align", "none"))
+    assert host["wrong_rows"] > host["wrong_first_drafts"] > 0
+    assert corrected["wrong_rows"] == corrected["wrong_first_drafts"] == host["wrong_first_drafts"]
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+def test_before_survives_the_run_that_the_detector_watches(mode):
+    found = arms.races("before", mode)
+    assert found["races"] and found["wrong_in_this_run"] == 0 < found["wrong_landings"]
+
+
+def test_a_second_permutation_is_wrong_in_a_run_without_a_race():
+    found = arms.races("hoist-wait", "align")
+    assert not found["races"] and found["wrong_in_this_run"] > 0
 
 
 def test_the_worked_example_landing_by_landing():
@@ -133,6 +151,13 @@ def test_texts_in_mode_align():
     assert arms.generations("before", "align", "late")["intact"] == 48
     assert arms.generations("after", "align")["intact"] == 48
     assert arms.generations("before", "align", control="sync")["intact"] == 48
+    assert arms.generations("before", "align", control="one-request")["intact"] == 48
+
+
+def test_launch_blocking_garbles_texts_in_mode_align_without_a_race():
+    before, after = (arms.generations(arm, "align", control="launch-blocking") for arm in ("before", "after"))
+    assert before["intact"] < 48 == after["intact"]
+    assert set(before["garbled"]) <= {start["request"] for start in before["wrong_starts"]}
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,17 @@ from specmortem import probes, upstream
 from specmortem.device import Lazy, SimDevice
 from specmortem.engine.input_batch import InputBatch, NewRequest
 from specmortem.errors import UnavailableError
-from specmortem.probes import ATTENTION_UTILS, BATCH, GDN, MAMBA, RUNNER, UTILS, async_accepted_counts
-from specmortem.probes.async_accepted_counts import PROBES, own_step, tally, transitions
-from specmortem.probes.model_runner import HostArray, Landing, PinnedTensor, Row, Transition
+from specmortem.probes import ATTENTION_UTILS, BATCH, CACHE, GDN, MAMBA, RUNNER, UTILS, async_accepted_counts
+from specmortem.probes.async_accepted_counts import PROBES, WINDOW, own_step, tally, transitions
+from specmortem.probes.model_runner import (
+    HostArray,
+    Landing,
+    PinnedTensor,
+    Row,
+    RunnerCode,
+    Transition,
+    counts_of,
+)
 
 OLD = [
     "0.19.1",
@@ -51,6 +59,7 @@ FILES = (
     GDN,
     ATTENTION_UTILS,
     UTILS,
+    CACHE,
     "vllm/utils/__init__.py",
     "vllm/utils/collection_utils.py",
     "vllm/v1/utils.py",
@@ -188,6 +197,31 @@ def test_verdicts_on_releases(version):
 
 
 @pytest.mark.network
+@pytest.mark.parametrize(
+    ("version", "wrong", "told"),
+    [
+        ("0.19.1", 7, "P has 4; wrong in 7 of 253 landings; mode all: the same"),
+        ("0.22.0", 7, "P has 4; wrong in 7 of 253 landings; mode all: the same"),
+        ("0.23.0", 7, "P has 4; wrong in 7 of 253 landings; mode all: the same"),
+        ("0.24.0", 0, "every count is the request's own in 253 landings; mode all: the same"),
+        ("0.31.0", 0, "every count is the request's own in 253 landings; mode all: the same"),
+        ("0.32.0", None, "every count is the request's own in 253 landings; mode all: absent"),
+        ("0.33.0", None, "every count is the request's own in 253 landings; mode all: absent"),
+    ],
+)
+def test_a_release_is_judged_in_mode_all_too(version, wrong, told):
+    tree(version)
+    evidence = async_accepted_counts.judge("stale-count-none", f"vllm=={version}")["evidence"]
+    in_all = evidence["detail"]["mode_all"]
+    assert evidence["observed"] == told
+    if wrong is None:
+        assert in_all == {"absent": "MambaCacheMode of vllm/config/cache.py does not name it"}
+    else:
+        assert in_all["landings"] == evidence["detail"]["landings"]
+        assert sum(bad for bad, _ in in_all["landings"].values()) == wrong
+
+
+@pytest.mark.network
 def test_released_methods_and_our_before_are_wrong_after_the_same_landings():
     tree("0.23.0")
     released, own = (
@@ -320,6 +354,40 @@ def patched(version, folder, **changes):
 )
 def test_each_half_of_the_fix_flips_its_own_verdict(version, runner, gdn, expected, tmp_path):
     assert letters(patched(version, tmp_path, runner=runner, gdn=gdn)) == expected
+
+
+@pytest.mark.network
+def test_a_fix_of_mode_none_alone_leaves_mode_all_wrong_and_is_a_fault(tmp_path):
+    old, new = GATE
+    only_none = (old, new.replace('!= "align"', '== "none"'))
+    subject = patched("0.23.0", tmp_path, runner=(only_none,))
+    verdict = async_accepted_counts.judge("stale-count-none", subject)
+    evidence = verdict["evidence"]
+    told = "every count is the request's own in 253 landings; mode all: P has 4; wrong in 7 of 253 landings"
+    assert (verdict["outcome"], evidence["observed"], evidence["expected"]) == ("fault", told, "P has 1")
+    assert evidence["detail"]["mode_all"]["victims"] == {"first-draft": 7}
+    assert evidence["detail"]["victims"] == {} and evidence["detail"]["hashes"]
+
+
+@pytest.mark.network
+def test_the_released_calls_of_mode_all_are_made_in_it_and_not_in_mode_none(monkeypatch):
+    made = []
+    calls = ("postprocess_mamba_all", "preprocess_mamba_all_specdec")
+    code = RunnerCode(tree("0.23.0"))
+    for name in calls:
+        monkeypatch.setattr(code.given["mamba_utils"], name, lambda *_, name=name: made.append(name))
+    for mode, expected in (("none", []), ("all", list(calls))):
+        counts_of(code, mode, WINDOW, SimDevice(Lazy()))
+        assert made == expected
+
+
+@pytest.mark.network
+def test_a_tree_without_a_list_of_modes_is_judged_in_mode_none_and_says_so(tmp_path):
+    subject = patched("0.24.0", tmp_path)
+    (tmp_path / CACHE).unlink()
+    verdict = async_accepted_counts.judge("stale-count-none", subject)
+    assert verdict["outcome"] == "clean"
+    assert CACHE in verdict["evidence"]["detail"]["mode_all"]["absent"]
 
 
 @pytest.mark.network

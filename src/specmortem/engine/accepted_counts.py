@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from specmortem.device import Device, Stream
+from specmortem.engine import Run
 from specmortem.engine.input_batch import NEW, InputBatch
 from specmortem.engine.uploads import Uploads
 from specmortem.errors import BadInputError
 from specmortem.kernels import accepted_counts as kernels
 
 Mode = Literal["none", "all", "align"]
-Run = Literal["plain", "triton"]
 Scheduling = Literal["async", "sync"]
 MODES: tuple[Mode, ...] = ("none", "all", "align")
 

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from specmortem.device import Device
-from specmortem.engine.accepted_counts import AcceptedCounts, Mode, Policy, Run, Scheduling
+from specmortem.engine import Run
+from specmortem.engine.accepted_counts import AcceptedCounts, Mode, Policy, Scheduling
 from specmortem.engine.input_batch import InputBatch, NewRequest
 from specmortem.engine.uploads import Uploads
 
@@ -100,6 +101,7 @@ class CountLoop:
         self.sampled = device.full((shape[0] * shape[1], columns), -1, torch.int32, name="sampled")
         self.wrong = device.zeros((3,), torch.int64, name="wrong counts")
         self.brought = device.zeros(shape, torch.int32, name="counts of the step")
+        self.began = 0
         self.move_span = (0, 0)
         self.moved: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         self.seen = [0, 0, 0]
@@ -113,7 +115,11 @@ class CountLoop:
         self._forward(rows, counts, 0.0)
 
     def step(self, change: Change, counts: Counts, timing: Timing = Timing()) -> list[int]:  # noqa: B008
-        """Move rows, bring the counts, judge them, run; gives the requests in their new order."""
+        """Move rows, bring the counts, judge them, run; gives the requests in their new order.
+
+        `began` is where it begins in the device's trace.
+        """
+        self.began = len(self.device.trace)
         self.counts.before_row_moves()
         self.inputs.wait()
         if self.scheduling == "sync":

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from specmortem.device import Device
+from specmortem.engine import Run
 from specmortem.errors import BadInputError
 from specmortem.kernels import causal_conv_update, gated_delta_state
 
-Run = Literal["plain", "triton"]
 VOCAB = 256
 DIM = 256  # of a context: cosines, then sines
 WIDTH = 5  # the word, and four before it

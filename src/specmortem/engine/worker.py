@@ -20,6 +20,7 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 import torch
 
 from specmortem.device import Device
+from specmortem.engine import Run
 from specmortem.engine.block_tables import BlockTables
 from specmortem.engine.pool import poison
 from specmortem.engine.scheduler import Batch, EngineConfig
@@ -28,7 +29,7 @@ from specmortem.kernels import align_copy
 from specmortem.kernels.align_copy import AFTER, AlignStates, Counters, Guards, Move, Row, State
 
 T = TypeVar("T")
-Copies = Literal["plain", "triton"]
+Copies = Run
 Lane = Literal["live-neighbour", "other-block", "stale-tail"]
 
 

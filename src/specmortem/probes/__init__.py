@@ -39,6 +39,8 @@ FLASHINFER_CAUSE = "plan-staging-reuse"
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 BATCH = "vllm/v1/worker/gpu_input_batch.py"
 GDN = "vllm/v1/attention/backends/gdn_attn.py"
+CACHE = "vllm/config/cache.py"
+CACHE_MODES = "MambaCacheMode"
 
 
 Needs = Literal["any", "interpreter", "cuda"]
@@ -72,7 +74,7 @@ def _align(cause: str, title: str, needs: Needs = "any") -> Probe:
     return Probe(cause, "pp-align-copy", title, ((MAMBA,), (HYBRID,)), functions, needs=needs)
 
 
-def _counts(cause: str, title: str) -> Probe:
+def _counts(cause: str, title: str, also: tuple[tuple[str, str], ...] = (), version: int = 1) -> Probe:
     """Files and functions of a step of the V1 runner."""
     parts = {
         RUNNER: "GPUModelRunner._prepare_inputs",
@@ -81,9 +83,8 @@ def _counts(cause: str, title: str) -> Probe:
         UTILS: "update_num_computed_tokens_for_batch_change",
         MAMBA: "postprocess_mamba_align_gpu",
     }
-    return Probe(
-        cause, "async-accepted-counts", title, tuple((path,) for path in parts), tuple(parts.values())
-    )
+    files, functions = tuple((path,) for path in parts), tuple(parts.values())
+    return Probe(cause, "async-accepted-counts", title, files, functions, also, version=version)
 
 
 def _staging(
@@ -169,7 +170,12 @@ _ALL = (
         ("KVBlockZeroer.zero_block_ids",),
         also=((TORCH_UTILS, "async_tensor_h2d"),),
     ),
-    _counts("stale-count-none", "the first draft of a request inherits another request's accepted count"),
+    _counts(
+        "stale-count-none",
+        "the first draft of a request inherits another request's accepted count",
+        also=((CACHE, CACHE_MODES),),
+        version=2,
+    ),
     _counts("stale-count-align", "align: rows inherit the accepted counts of others"),
     Probe(
         "graph-metadata-rows",

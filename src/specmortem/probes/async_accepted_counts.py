@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
@@ -19,16 +19,15 @@ import torch
 
 from specmortem import upstream
 from specmortem.device import Device, Immediate, SimDevice, enumerate_schedules
-from specmortem.engine.accepted_counts import AcceptedCounts, policy
+from specmortem.engine.accepted_counts import AcceptedCounts, Mode, policy
 from specmortem.engine.graph_metadata import ROWS, GraphMetadata
 from specmortem.engine.input_batch import InputBatch, NewRequest
-from specmortem.probes import ATTENTION_UTILS, CAUSES, GDN
+from specmortem.probes import ATTENTION_UTILS, CACHE, CACHE_MODES, CAUSES, GDN
 from specmortem.probes.model_runner import (
     MAX_REQS,
     Counts,
     K,
     Landing,
-    Mode,
     Phase,
     Role,
     Row,
@@ -136,7 +135,9 @@ def judge(cause: str, subject: str, device: str = "sim") -> dict[str, Any]:
     try:
         return _JUDGES[cause](subject).as_dict()
     except upstream.NotPresentError as error:
-        verdict = Verdict.not_judged(f"{subject} does not have {error}", absent=str(error))
+        told = str(error)
+        named = told if told.startswith(subject) else f"{subject} does not have {told}"
+        verdict = Verdict.not_judged(named, absent=told)
     except (UnfitError, upstream.LiftError, AttributeError, TypeError, ValueError, KeyError) as error:
         verdict = Verdict.not_judged(
             f"the probe does not fit {subject}: {type(error).__name__}: {error}", unfit=type(error).__name__
@@ -198,13 +199,38 @@ def released_step(code: RunnerCode, mode: Mode) -> Step:
 
 
 def _stale_count(mode: Mode, subject: str) -> Verdict:
-    """Does a request with drafts end up with the count of another?"""
+    """Does a request with drafts end up with the count of another?
+
+    A tree is judged in mode all too, beside mode none. This package's own parts are one program in the two.
+    """
     detail: dict[str, Any] = {"transitions": len(transitions())}
     if subject in ("before", "after"):
         return _of_tally(tally(own_step(subject, mode), transitions()), detail)
     code = RunnerCode(upstream.resolve(subject))
     found = tally(released_step(code, mode), transitions())
-    return _of_tally(found, detail | {"hashes": code.hashes, "lines": code.lines})
+    verdict = _of_tally(found, detail | {"hashes": code.hashes, "lines": code.lines})
+    return _with_mode_all(verdict, code) if mode == "none" else verdict
+
+
+def _with_mode_all(of_none: Verdict, code: RunnerCode) -> Verdict:
+    """The verdict in mode none, or in mode all where only that is wrong; what mode all gave is in the detail."""
+    detail, told = dict(of_none.evidence.detail), of_none.evidence.observed
+    try:
+        offered = code.offers("all")
+    except upstream.NotPresentError as error:
+        return _told(of_none, f"{told}; mode all: absent", detail | {"mode_all": {"absent": str(error)}})
+    if not offered:
+        absent = {"absent": f"{CACHE_MODES} of {CACHE} does not name it"}
+        return _told(of_none, f"{told}; mode all: absent", detail | {"mode_all": absent})
+    of_all = _of_tally(tally(released_step(code, "all"), transitions()), {})
+    in_all = of_all.evidence.observed
+    worse = of_all if (of_none.outcome, of_all.outcome) == ("clean", "fault") else of_none
+    told = f"{told}; mode all: {'the same' if in_all == told else in_all}"
+    return _told(worse, told, detail | {"mode_all": of_all.evidence.detail})
+
+
+def _told(verdict: Verdict, observed: str, detail: dict[str, Any]) -> Verdict:
+    return replace(verdict, evidence=replace(verdict.evidence, observed=observed, detail=detail))
 
 
 def _of_tally(found: Tally, detail: dict[str, Any]) -> Verdict:

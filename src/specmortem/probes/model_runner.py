@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import FrameType, MethodType, SimpleNamespace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 import torch
@@ -30,8 +30,9 @@ from specmortem.device import Device, Event, HostBuffer
 from specmortem.device.memory import Op, Region
 from specmortem.device.objects import Stream
 from specmortem.device.trace import Observer
+from specmortem.engine.accepted_counts import Mode
 from specmortem.errors import SpecmortemError
-from specmortem.probes import ATTENTION_UTILS, BATCH, MAMBA, RUNNER, UTILS
+from specmortem.probes import ATTENTION_UTILS, BATCH, CACHE, CACHE_MODES, MAMBA, RUNNER, UTILS
 
 RUNNER_CLASS = "GPUModelRunner"
 SHARED = (
@@ -52,7 +53,6 @@ K, PROMPT, MAX_REQS, MAX_LEN = 3, 8, 8, 64
 COUNTS = "counts to host"
 DEVICE = str(Path(devices.__file__).parent)
 
-Mode = Literal["none", "align"]
 Phase = Literal["before", "inside", "after", "not-in-flight"]
 Role = Literal["decode", "first-draft", "prefill"]
 
@@ -342,7 +342,9 @@ class RunnerCode:
             "maybe_create_thinking_budget_state_holder": _nothing,
             "mamba_utils": SimpleNamespace(
                 postprocess_mamba=_nothing,
+                postprocess_mamba_all=_nothing,
                 preprocess_mamba=_nothing,
+                preprocess_mamba_all_specdec=_nothing,
                 stage_postprocess_inputs_to_gpu=_nothing,
             ),
         }
@@ -370,6 +372,10 @@ class RunnerCode:
         self.hashes[lifted.name] = lifted.body_hash
         self.lines[lifted.name] = f"{lifted.path}:{lifted.line}"
         return lifted.function
+
+    def offers(self, mode: Mode) -> bool:
+        """Whether the tree's configuration names the cache mode. NotPresentError where it names none."""
+        return mode in get_args(upstream.lift(self.tree, CACHE, CACHE_MODES).function)
 
     @cached_property
     def _class(self) -> ast.ClassDef:
@@ -464,13 +470,14 @@ class Runner:
         self.speculative_config = SimpleNamespace(num_speculative_tokens=K, use_ngram_gpu=lambda: False)
         self.num_spec_tokens = K
         self.model_config = SimpleNamespace(is_hybrid=True)
-        self.cache_config = SimpleNamespace(mamba_cache_mode=mode, enable_prefix_caching=mode == "align")
+        self.cache_config = SimpleNamespace(mamba_cache_mode=mode, enable_prefix_caching=mode != "none")
         self.compilation_config = SimpleNamespace(static_forward_context={})
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=["one"], num_blocks=1)
         self.reorder_batch_threshold = 1 + K
         self.is_pooling_model = self.enable_prompt_embeds = self.uses_mrope = False
         self.uses_xdrope_dim = 0
-        self.lora_config = self.mamba_prev_last_scheduled_idx = None
+        self.lora_config = None
+        self.mamba_prev_last_scheduled_idx = _Buffer(MAX_REQS) if mode == "all" else None
         self.mamba_state_idx: dict[str, int] = {}
         self.num_prompt_logprobs: dict[str, int] = {}
         self.encoder_cache: dict[str, Any] = {}
