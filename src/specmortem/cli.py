@@ -12,6 +12,7 @@ import click
 from specmortem import __version__
 from specmortem.audit.command import audit, campaign
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
+from specmortem.load.command import load
 
 if TYPE_CHECKING:
     from specmortem.report.batch import RunResult
@@ -187,6 +188,7 @@ def incidents() -> None:
 
 main.add_command(audit)
 main.add_command(campaign)
+main.add_command(load)
 
 
 def _chosen(slugs: Sequence[str], every: bool) -> list[str]:

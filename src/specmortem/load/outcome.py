@@ -1,0 +1,174 @@
+"""What became of a request: exactly one outcome each, kept by a ledger that cannot count one twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+
+class Outcome(StrEnum):
+    """The one outcome of a request that was sent."""
+
+    OK = "ok"
+    SERVER_ERROR = "server-error"
+    REFUSED = "refused"
+    REDIRECTED = "redirected"
+    UNREACHABLE = "unreachable"
+    DROPPED = "dropped"
+    CUT = "cut"
+    HUNG = "hung"
+    OVERTIME = "overtime"
+    TOO_LARGE = "too-large"
+    GARBAGE = "garbage"
+    LOOP = "loop"
+    EARLY_EOS = "early-eos"
+    WRONG = "wrong"
+    INTERRUPTED = "interrupted"
+
+
+MEANING: Mapping[Outcome, str] = {
+    Outcome.OK: "a whole answer with nothing to remark",
+    Outcome.SERVER_ERROR: "HTTP 5xx, or an error reported inside an answer",
+    Outcome.REFUSED: "HTTP 4xx",
+    Outcome.REDIRECTED: "HTTP 3xx; not followed",
+    Outcome.UNREACHABLE: "no connection could be made",
+    Outcome.DROPPED: "the connection ended before a status line",
+    Outcome.CUT: "the answer ended before its end: no finish_reason, no [DONE], or too few bytes",
+    Outcome.HUNG: "no byte for longer than allowed",
+    Outcome.OVERTIME: "not finished within the time of one request",
+    Outcome.TOO_LARGE: "more bytes than allowed",
+    Outcome.GARBAGE: "not what the protocol says",
+    Outcome.LOOP: "the same unit of text over and over",
+    Outcome.EARLY_EOS: "an end far too soon",
+    Outcome.WRONG: "the value that was asked for is not in the answer",
+    Outcome.INTERRUPTED: "in flight when this client stopped; says nothing of the server",
+}
+UNREMARKABLE = frozenset({Outcome.OK, Outcome.INTERRUPTED})
+# After these the server may be gone: its health is asked before the next request.
+SUSPICIOUS = frozenset({Outcome.SERVER_ERROR, Outcome.UNREACHABLE, Outcome.DROPPED, Outcome.CUT})
+# A judgement of a whole answer, which further evidence may still change.
+WHOLE = frozenset({Outcome.OK, Outcome.LOOP, Outcome.EARLY_EOS, Outcome.WRONG})
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request to send. Round 0 is the warm-up."""
+
+    id: str
+    round: int
+    prompt: str | tuple[int, ...]
+    expected: str | tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """A request that was sent, and what became of it.
+
+    Times are seconds, `started_s` since the start of the run; `completion_tokens` are the server's own count, None
+    where it gave none; `chunks` counts stream events with text; `excerpt` is fit to print.
+    """
+
+    id: str
+    round: int
+    outcome: Outcome
+    reason: str
+    started_s: float
+    seconds: float
+    first_text_s: float | None = None
+    longest_gap_s: float | None = None
+    status: int | None = None
+    finish_reason: str = ""
+    max_tokens: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    chunks: int = 0
+    bytes: int = 0
+    excerpt: str = ""
+
+    @property
+    def warm_up(self) -> bool:
+        """Whether this one was sent alone before the load."""
+        return self.round == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self) | {"outcome": self.outcome.value}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Record:
+        """Inverse of `as_dict`."""
+        return cls(**{**data, "outcome": Outcome(data["outcome"])})
+
+
+class Ledger:
+    """Requests by id: sent, and closed once."""
+
+    def __init__(self) -> None:
+        """Empty."""
+        self._in_flight: dict[str, tuple[Ask, float]] = {}
+        self._closed: dict[str, Record] = {}
+
+    @property
+    def sent(self) -> int:
+        """How many requests went out."""
+        return len(self._in_flight) + len(self._closed)
+
+    @property
+    def in_flight(self) -> int:
+        """How many have no outcome yet."""
+        return len(self._in_flight)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Those with an outcome, in the order of their outcomes."""
+        return tuple(self._closed.values())
+
+    def counts(self) -> dict[Outcome, int]:
+        """Closed requests by outcome."""
+        return dict(Counter(record.outcome for record in self._closed.values()))
+
+    def send(self, ask: Ask, at_s: float) -> None:
+        """Note that a request goes out now. Raises ValueError for an id that went out before."""
+        if ask.id in self._in_flight or ask.id in self._closed:
+            raise ValueError(f"request {ask.id} was sent already")
+        self._in_flight[ask.id] = (ask, at_s)
+
+    def close(self, record: Record) -> None:
+        """Give a request its outcome. Raises ValueError when it is not in flight."""
+        if record.id not in self._in_flight:
+            raise ValueError(f"request {record.id} is not in flight")
+        del self._in_flight[record.id]
+        self._closed[record.id] = record
+
+    def amend(self, id: str, outcome: Outcome, reason: str) -> None:
+        """Judge a whole answer anew. Raises ValueError for one that was not whole."""
+        if self._closed[id].outcome not in WHOLE or outcome not in WHOLE:
+            raise ValueError(f"request {id} is {self._closed[id].outcome}, which stands")
+        self._closed[id] = replace(self._closed[id], outcome=outcome, reason=reason)
+
+    def interrupt(self, reason: str, now_s: float) -> None:
+        """Close what is in flight as interrupted."""
+        for ask, at_s in list(self._in_flight.values()):
+            self.close(interrupted(ask, reason, at_s, now_s))
+
+    def as_interrupted(self, reason: str, now_s: float) -> tuple[Record, ...]:
+        """All records as they would be after `interrupt`, leaving the ledger as it is."""
+        pending = [interrupted(ask, reason, at_s, now_s) for ask, at_s in self._in_flight.values()]
+        return (*self.records, *pending)
+
+
+def interrupted(ask: Ask, reason: str, at_s: float, now_s: float) -> Record:
+    """The record of a request that this client gave up."""
+    return Record(
+        ask.id,
+        ask.round,
+        Outcome.INTERRUPTED,
+        reason,
+        at_s,
+        max(0.0, now_s - at_s),
+        max_tokens=ask.max_tokens,
+    )
