@@ -72,7 +72,10 @@ def test_an_arm_after_that_fails_is_not_clean(tmp_path, monkeypatch):
     assert sanitizer(tmp_path, 'shift 2; exec "$@"')["first error"] == "no summary: 1\n"
 
 
-@pytest.mark.parametrize("script", ["align_copy.py", "memcheck_align.py", "memcheck_dflash.py"])
+@pytest.mark.parametrize(
+    "script",
+    ["align_copy.py", "memcheck_align.py", "memcheck_dflash.py", "memcheck_mtp.py", "mtp_price.py"],
+)
 def test_without_a_gpu_a_benchmark_says_so_in_one_line(script, tmp_path):
     if torch.cuda.is_available() or shutil.which("compute-sanitizer"):
         pytest.skip("this machine has what the benchmark needs")

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -35,7 +36,7 @@ FAST = ("event", "fresh", "pageable", "reread-lengths", "stream-sync", "launch-b
         ),
         (
             "h200",
-            [6373, 11589, 4176, 7409],
+            list(layouts.WORKED_EXAMPLE),
             [64, 65],
             "read",
             {
@@ -84,6 +85,32 @@ def test_all_chunk_counts_at_once_equal_the_planner():
         planner = Planner(geometry)
         expected = [planner.plan(row).num_chunks for row in lens]
         assert layouts.total_chunks(geometry, lens).tolist() == expected
+
+
+class Seen:
+    """A plan of which a request reads these indices, whatever is in the block."""
+
+    split, arrays = True, {"merge_indptr": np.zeros(5, np.int32)}
+
+    def __init__(self, indptr):
+        self.indptr = np.array(indptr, dtype=np.int32)
+
+    def seen_in(self, block):
+        return {"merge_indptr": self.indptr}
+
+
+@pytest.mark.parametrize(("descent", "found"), [(1, ""), (3, ""), (4, "read"), (48, "read")])
+def test_a_descent_within_the_rounding_of_the_merge_merges_nothing(descent, found, monkeypatch):
+    monkeypatch.setattr(layouts, "_stores_outside", lambda *_: False)
+    plan = Seen([0, 5, 5, 5 + 48, 53 - descent])
+    assert layouts.consequence(plan, np.zeros(16, np.uint8), 33_621) == (found or "wrong-plan")
+
+
+def test_plans_padded_to_one_size_never_leave_memory():
+    own = Planner(dataclasses.replace(layouts.H200, constant=True))
+    plans = [own.plan([length + more for length in layouts.WORKED_EXAMPLE]) for more in (0, 1)]
+    assert plans[0].offsets == plans[1].offsets
+    assert layouts.consequence(plans[0], layouts.overwritten(plans, 0, 1), 33_621) == "wrong-plan"
 
 
 def test_a_plan_in_its_own_block_is_clean():
@@ -194,6 +221,12 @@ def test_launch_blocking_hides_it():
 
 def test_graphs_and_eager_agree():
     assert loop.steps("event", k=2, graphs=True)["effect"] == "clean"
+
+
+def test_the_state_after_a_lost_race_faults_without_a_race():
+    found, own = loop.overtaken(), loop.overtaken(later=0)
+    assert found["effect"] == "illegal-address" and "merge_kernel" in found["why"]
+    assert own == {"effect": "clean", "why": ""}
 
 
 # The clock

@@ -74,6 +74,22 @@ def test_steps_are_counted_and_mismatched_ones_are_faults():
     assert mtp.steps_row(ILLEGAL, "steps/event/k5", "after", 0).outcome == "fault"
 
 
+@pytest.mark.parametrize(("device", "controls"), [("sim", ["before"]), ("cuda", ["before", "before"])])
+def test_on_a_gpu_the_unguarded_loop_runs_beside_the_others(device, controls, monkeypatch):
+    asked = []
+
+    def run_arms(arms, cuda_parallel):
+        asked.extend(arms)
+        assert cuda_parallel >= len(arms)
+        return [dataclasses.replace(finished("clean"), arm=arm) for arm in arms]
+
+    monkeypatch.setattr(mtp, "run_arms", run_arms)
+    rows = mtp.long_rows(device, 0, 3, 150.0, 9)
+    assert [arm.kwargs["arm"] for arm in asked] == [*mtp.LONG_RUNS, *controls]
+    assert {arm.device for arm in asked} == {device}
+    assert [row.arm for row in rows if row.arm == mtp.UNGUARDED] == [mtp.UNGUARDED] * (device == "cuda")
+
+
 def test_the_real_librarys_loops_become_rows():
     value = {"effect": "clean", "wrong_outputs": 0, "steps": 5000}
     clean = mtp.real_loop_row(Ended(REAL_LOOP, "value", value), "flashinfer==0.6.6", 0)
@@ -131,7 +147,7 @@ def test_a_hypothesis_row_says_what_the_hypothesis_is_about():
     made = mtp._hypothesis_row("minus-one-placeholders", found)
     assert made.arm == "minus-one-placeholders/event, async scheduling"
     assert (made.subject, made.outcome) == ("after", "clean")
-    assert made.evidence.observed == "clean; 2 steps with placeholders; 0 ids below 0"
+    assert made.evidence.observed == "clean; 3 steps with placeholders; 0 ids below 0"
 
 
 # Detector
@@ -187,9 +203,9 @@ def test_layout_tables_hold_what_the_search_found():
     table = mtp.growth_table(grown)
     row = grown["card"][5]
     assert table["card"][5] == f"{row['layout_changes']} / {row['read']} / {row['write']}"
-    worked = mtp.examples_table([mtp_layouts.example("h200", (6373, 11589, 4176, 7409))])
+    worked = mtp.examples_table([mtp_layouts.example("h200", mtp_layouts.WORKED_EXAMPLE)])
     assert worked.iloc[0]["read"] == "[15, 14, 39, 48, 0]" and worked.iloc[0]["consequence"] == "read"
-    assert len(mtp_figures.growth(grown, (16, 0.012), "told").axes) == 1
+    assert len(mtp_figures.growth(grown, "told").axes) == 1
 
 
 def test_waits_are_told_once_for_releases_that_agree():

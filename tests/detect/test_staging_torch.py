@@ -5,12 +5,15 @@ Every program is written once and uses none of this package's classes.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specmortem.detect import staging
 from specmortem.detect.staging import recorder, simulated
@@ -728,6 +731,76 @@ def test_device_tensors_look_like_those_of_cuda():
             x + torch.zeros(3)
 
 
+def test_numpy_refuses_a_device_tensor_as_on_cuda():
+    with staging.simulated_cuda():
+        x = torch.ones(2, device="cuda")
+        assert not x.is_cpu and x.numpy(force=True).tolist() == x.tolist() == [1, 1]
+        for convert in (x.numpy, lambda: np.asarray(x)):
+            with pytest.raises(TypeError, match=r"use Tensor\.cpu\(\) first"):
+                convert()
+
+
+def test_an_index_of_the_host_is_uploaded_at_the_call():
+    with staging.simulated_cuda("lazy") as watched:
+        x, index = torch.arange(4, device="cuda"), torch.tensor([3, 1])
+        picked = x[index]
+        x[index] = -1
+        index.zero_()
+        assert picked.tolist() == [3, 1] and x.tolist() == [0, -1, 2, -1]
+    assert watched.races == []
+
+
+class AddKernel:
+    """Launched like a Triton kernel: adds `amount` times the grid's size, and keeps count of its runs."""
+
+    runs = 0
+
+    def __getitem__(self, grid):
+        def run(tensor, amount):
+            self.runs += 1
+            tensor.add_(amount * grid[0])
+
+        return run
+
+
+def test_kernels_of_the_stand_in_are_queued_and_watched():
+    with staging.simulated_cuda("lazy") as watched:
+        plain, side = AddKernel(), torch.cuda.Stream()
+        kernel = watched.interceptor.queued(plain)
+        x = watched.name(torch.zeros(2, dtype=torch.int32, device="cuda"), "x")
+        kernel[(3,)](x, 2)
+        assert plain.runs == 0
+        assert x.tolist() == [6, 6] and plain.runs == 1 and watched.races == []
+        kernel[(1,)](x, 1)
+        with torch.cuda.stream(side):
+            x.mul_(2)
+    assert [(race.kind, race.buffer) for race in watched.races] == [("between-streams", "x")]
+
+
+@given(st.lists(st.sampled_from(["add", "double", "slice", "gather", "fill", "cumsum"]), max_size=12))
+def test_queued_programs_compute_what_torch_computes(steps):
+    def program(where):
+        value = torch.arange(1, 6, device=where)
+        for step in steps:
+            if step == "add":
+                value += 1
+            elif step == "double":
+                value = value * 2 % 1009
+            elif step == "slice":
+                value[1:3] = value[2:4].clone()
+            elif step == "gather":
+                value = value[value % 5]
+            elif step == "fill":
+                value[:2].fill_(7)
+            else:
+                value = torch.cumsum(value, 0)
+        return value.cpu().tolist()
+
+    with staging.simulated_cuda("lazy"):
+        simulated = program("cuda")
+    assert simulated == program("cpu")
+
+
 def test_streams_race_on_device_memory_of_the_stand_in():
     def program(watched, waits=False):
         x, side = watched.name(torch.zeros(3, device="cuda"), "x"), torch.cuda.Stream()
@@ -808,3 +881,21 @@ def test_arrays_tell_before_every_access():
     assert told_by(lambda: array[2].sort()) == [(32, 48, True)]
     assert told_by(lambda: array[2].fill(0)) == [(32, 48, True)]
     assert plain[2].tolist() == [0, 0, 0, 0]
+
+
+@on_every_device
+def test_events_may_die_inside_the_block(where):
+    """A collection behind them finds nothing that points at what is gone."""
+
+    def program(watched) -> None:
+        host = torch.zeros(8, dtype=torch.int32, pin_memory=True)
+        for _ in range(200):
+            host.to("cuda", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            event.synchronize()
+        del event
+        gc.collect()
+        host.fill_(1)
+
+    assert races_of(program, where) == []

@@ -39,6 +39,15 @@ def test_a_device_that_keeps_up_hides_the_reuse():
     assert calls.found == [0, 1, 2, 3, 4]
 
 
+def test_a_stream_that_has_caught_up_proves_nothing():
+    with mtp_draft_loop.bench("sim") as on:
+        build = mtp_draft_loop._own_build("after")
+        calls = mtp_draft_loop._Calls(on, lambda v: build(v).clone(), [1, 1, 1, 1], [2, 2, 2, 2])
+    calls.busy = False
+    verdict = calls.verdict([0, 1, 2, 3, 4], [0, 2, 4, 6, 8], "row pointers", "two calls", {})
+    assert verdict.outcome == "not-judged" and verdict.evidence.detail["caught_up"]
+
+
 def test_flashinfer_subjects_need_a_gpu_and_one_cause():
     verdicts = probes.judge_many([(cause, "flashinfer==0.6.11.post2") for cause in CAUSES])
     assert [verdict.outcome for verdict in verdicts] == ["not-judged"] * len(CAUSES)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module, metadata
 from typing import Any
@@ -25,11 +25,18 @@ import numpy.typing as npt
 import torch
 
 from specmortem.errors import BadInputError, UnavailableError
+from specmortem.experiments.mtp_layouts import (
+    DEFAULT_WORKSPACE,
+    H200,
+    WORKED_EXAMPLE,
+    find_layout,
+    first_row_outside,
+)
 from specmortem.kernels.split_attention import Geometry, Plan, Planner
 from specmortem.verdict import Evidence, Verdict
 
-HEADS, KV_HEADS, HEAD_SIZE, PAGE = 24, 4, 256, 16
-WORKSPACE_BYTES = 394 << 20  # vLLM's default for FlashInfer
+HEADS, KV_HEADS, HEAD_SIZE, PAGE = H200.num_qo_heads, H200.num_kv_heads, H200.head_dim, H200.page_size
+WORKSPACE_BYTES = DEFAULT_WORKSPACE
 STALL_CYCLES = 400_000_000
 STAGING, BLOCK, INFO = "_pin_memory_int_workspace_buffer", "_int_workspace_buffer", "_plan_info"
 INFO_NAMES = (
@@ -50,10 +57,6 @@ INFO_NAMES = (
     "split_kv",
 )
 ARMS = ("before", "sync-after-plan", "fresh-wrapper", "fresh-wrapper-dropped", "unpinned")
-MERGE_ROWS = (
-    4  # rows that a block of the merge kernel takes at a time, for head size 256 (cascade.cuh:698-701)
-)
-WORKED_EXAMPLE = (6373, 11589, 4176, 7409)  # one token more moves every array, for 132 SMs
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -93,7 +96,7 @@ def num_sms() -> int:
 
 def geometry(sms: int = 0) -> Geometry:
     """What the planner is given beside lengths; 0 stands for the device's SMs."""
-    return Geometry(sms or num_sms(), HEADS, KV_HEADS, HEAD_SIZE, PAGE)
+    return replace(H200, num_sms=sms or num_sms())
 
 
 @dataclass
@@ -330,46 +333,26 @@ def verdict(subject: str) -> Verdict:
     return Verdict("fault" if found["effect"] == "overwritten" else "clean", evidence)
 
 
-def walked_rows(own: Plan, other: Plan) -> int:
-    """Most rows that a request of `own` merges when the block holds `other`: nearly 2**32 where indices descend.
-
-    What lies between the arrays of `other` is left over from `own`, as in the real buffer. Counts are unsigned and
-    rounded up to MERGE_ROWS in 32 bits (cascade.cuh:395, :426): a descent by less than that merges no row at all.
-    """
-    if not own.split:
-        return 0
-    block = np.zeros(max(own.nbytes, other.nbytes), dtype=np.uint8)
-    own.fill(block)
-    other.fill(block)
-    seen = own.seen_in(block)["merge_indptr"].astype(np.int64)
-    counts = (seen[1:] - seen[:-1]) & 0xFFFFFFFF
-    return int(np.where(counts + MERGE_ROWS - 1 < 1 << 32, counts, 0).max())
-
-
-def faulting_batches(
-    count: int, sms: int = 0, k: int = 5, seed: int = 0, tries: int = 200_000
-) -> list[list[int]]:
+def faulting_batches(count: int, sms: int = 0, k: int = 5, seed: int = 0) -> list[list[int]]:
     """Batches at the start of a draft loop whose last but one plan, read through the last, walks out of all memory.
 
-    2 to 8 requests of 4,000 to 12,000 tokens. Raises BadInputError when `tries` random batches do not hold `count`.
+    3 to 6 requests of 4,000 to 12,000 tokens: of 7 to 10 hardly any do (see `mtp_layouts.growth`).
     """
-    rng, planner = random.Random(seed), Planner(geometry(sms))
-    found: list[list[int]] = []
-    candidates = [[length - (k - 2) for length in WORKED_EXAMPLE]]
-    for _ in range(tries):
-        base = candidates.pop() if candidates else _random_contexts(rng)
-        own, other = (planner.plan([length + j for length in base]) for j in (k - 2, k - 1))
-        if own is not other and walked_rows(own, other) > 1 << 31:
-            found.append(base)
-            if len(found) == count:
-                return found
-    raise BadInputError(
-        f"{len(found)} of {tries} random batches fault, {count} were asked for; ask for fewer"
-    )
-
-
-def _random_contexts(rng: random.Random) -> list[int]:
-    return [rng.randint(4_000, 12_000) for _ in range(rng.randint(2, 8))]
+    rng, g = random.Random(seed), geometry(sms)
+    rows = first_row_outside(g, DEFAULT_WORKSPACE)
+    return [
+        find_layout(
+            g,
+            rng.randint(3, 6),
+            4_000,
+            12_000,
+            first=k - 2,
+            last=k - 1,
+            rows=rows,
+            seed=rng.randrange(1 << 30),
+        )
+        for _ in range(count)
+    ]
 
 
 @dataclass

@@ -23,9 +23,13 @@ H200 = Geometry(num_sms=132, num_qo_heads=24, num_kv_heads=4, head_dim=256)
 GEOMETRIES = {"small": SMALL, "rtx5090": RTX_5090, "h200": H200}
 DEFAULT_WORKSPACE = 394 << 20  # bytes; VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE
 BF16 = 2
+MERGE_ROWS = (
+    4  # rows that a thread block of the merge takes at a time, for heads of 256 (cascade.cuh:698-701)
+)
+WORKED_EXAMPLE = (6373, 11589, 4176, 7409)  # one token more moves every array, for 132 SMs
 EXAMPLES = (
     ("rtx5090", (8859, 8736, 7224, 9301)),
-    ("h200", (6373, 11589, 4176, 7409)),
+    ("h200", WORKED_EXAMPLE),
     ("h200", (25344,)),
 )
 
@@ -41,7 +45,8 @@ def consequence(plan: Plan, block: npt.NDArray[np.uint8], rows: int) -> str:
     """What kernels launched with `plan` do when the block holds these bytes.
 
     `read`: the merge walks past the last of `rows` rows of the workspace; `write`: a partial result is stored
-    past it; `wrong-plan`: all stays inside; `clean`: the block holds the plan itself.
+    past it; `wrong-plan`: all stays inside; `clean`: the block holds the plan itself. Row counts are unsigned and
+    are rounded up to MERGE_ROWS in 32 bits (cascade.cuh:395, :426), so a descent by less than that merges nothing.
     """
     seen = plan.seen_in(block)
     if all(np.array_equal(seen[name], plan.arrays[name]) for name in seen):
@@ -50,7 +55,8 @@ def consequence(plan: Plan, block: npt.NDArray[np.uint8], rows: int) -> str:
         return "write" if int(_unsigned(seen["o_indptr"][:-1]).max()) >= plan.num_reqs else "wrong-plan"
     low, high = _unsigned(seen["merge_indptr"][:-1]), _unsigned(seen["merge_indptr"][1:])
     count = (high - low) & 0xFFFFFFFF
-    if bool(((count > 0) & (low + count > rows)).any()):
+    merged = (count > 0) & (count + MERGE_ROWS - 1 < 1 << 32)
+    if bool((merged & (low + count > rows)).any()):
         return "read"
     return "write" if _stores_outside(plan, seen, rows) else "wrong-plan"
 
@@ -58,7 +64,7 @@ def consequence(plan: Plan, block: npt.NDArray[np.uint8], rows: int) -> str:
 def _stores_outside(plan: Plan, seen: dict[str, npt.NDArray[Any]], rows: int) -> bool:
     live = seen["qo_tile_indices"] == 0
     if plan.geometry.constant:
-        live = live & (seen["block_valid_mask"] != 0)
+        live = live & (seen["block_valid_mask"][: live.size] != 0)
     requests = seen["request_indices"][live]
     if bool(((requests < 0) | (requests >= plan.num_reqs)).any()):
         return True

@@ -419,6 +419,32 @@ def replayed(
     return run(devices.open("sim", schedule=kind(choices)), chosen, right)
 
 
+def overtaken(device: str = "sim", later: int = 1, k: int = 5, seed: int = 0) -> dict[str, Any]:
+    """What a lost race leaves, without a race: the kernels of plan 2 run when plan 2 + `later` is in their block.
+
+    The block is as in the loop: the plans lie over each other in it. On CUDA the process dies of the first access
+    outside.
+    """
+    chosen = case("before", device, k, seed=seed)
+    dev = _open(device, "immediate", chosen.arm)
+    with _watch(dev):
+        proposer = MtpProposer(dev, chosen.config, chosen.arm, seed)
+        lengths = np.array(chosen.lens, dtype=np.int32)
+        proposer.buffers.seq_lens.copy_(torch.from_numpy(lengths + 2))
+        plans = [proposer.planner.plan(lengths + i) for i in range(3 + later)]
+        try:
+            for plan in plans[1:]:
+                proposer.staging.send(plan, proposer.buffers.workspaces.ints, proposer.stream)
+                dev.synchronize()
+            proposer.attend(plans[2])
+            dev.synchronize()
+        except Exception as error:
+            if not isinstance(error.__cause__, bounds.LimitReachedError):
+                raise
+            return {"effect": "illegal-address", "why": str(error.__cause__)}
+    return {"effect": "clean", "why": ""}
+
+
 # When the host overtakes the copies
 
 
@@ -570,18 +596,19 @@ def placeholders(steps: int = 3, k: int = 5) -> dict[str, Any]:
     """-1 in the scheduled draft tokens breaks the loop.
 
     Under asynchronous scheduling the scheduler knows no drafts and sends -1 for each; the runner fills in the
-    drafts of the step before on the GPU. Counted are steps with placeholders, ids below 0 that are left after
-    that, and faults.
+    drafts of the step before on the GPU. The step before the first is one of the reference. Counted are steps
+    with placeholders, ids below 0 that are left after that, and faults.
     """
     rows = []
     for arm, asynchronous in (("event", True), ("before", True), ("before", False)):
         found = _scheduled(arm, asynchronous, steps, k)
         rows.append({"arm": f"{arm}, {'async' if asynchronous else 'sync'} scheduling", **found})
-    healthy, _, without = rows
+    healthy, before, without = rows
     refuted = (
-        healthy["with_placeholders"] == healthy["steps"] - 1
+        healthy["with_placeholders"] == healthy["steps"]
         and healthy["negative_ids"] == 0
         and healthy["effect"] == "clean"
+        and before["with_placeholders"] > 0
         and without["with_placeholders"] == 0
         and without["effect"] == "illegal-address"
     )
@@ -592,17 +619,18 @@ def _scheduled(arm: str, asynchronous: bool, steps: int, k: int) -> dict[str, An
     """Steps whose token ids are the last drafts, from the scheduler or filled in on the GPU."""
     chosen = case(arm, "sim", k, observe=True)
     dev = _open("sim", "lazy", chosen.arm)
+    earlier = golden(devices.open("sim", schedule="immediate"), chosen, 1)[0].drafts
     with_placeholders = negative = 0
     with _watch(dev):
         loop = Loop(dev, chosen, [])
         drafts = loop.proposer.buffers.drafts
+        drafts.copy_(torch.from_numpy(earlier))
         scheduled = dev.zeros([k, len(chosen.lens)], torch.int64, "scheduled")
         try:
-            for step in range(steps):
-                if step:
-                    sent = np.full(drafts.shape, -1) if asynchronous else _fetch(drafts)
-                    with_placeholders += bool((sent < 0).any())
-                    negative += _fill_in(dev, loop, sent, scheduled)
+            for _ in range(steps):
+                sent = np.full(drafts.shape, -1) if asynchronous else _fetch(drafts)
+                with_placeholders += bool((sent < 0).any())
+                negative += _fill_in(dev, loop, sent, scheduled)
                 loop.step()
         except Exception as error:
             if not isinstance(error.__cause__, bounds.LimitReachedError):
@@ -706,7 +734,7 @@ def price(
     arms: Sequence[str] = ("before", "event", "fresh", "pageable", "reread-lengths", "stream-sync"),
     ks: Sequence[int] = (2, 3, 4, 5, 6),
     graphs: bool = False,
-    forward_us: float = 500.0,
+    forward_us: float = 3000.0,
     target_us: float = 2000.0,
     steps: int = 50,
     rounds: int = 7,

@@ -29,7 +29,8 @@ REAL = "specmortem.experiments.flashinfer_real"
 SLUG, CAUSE = "mtp-draft-loop", "plan-staging-reuse"
 LONG_RUNS = (*FIXED, "stream-sync")
 CONTROLS = ("wrong-stream-sync", "constant-plan")
-SIDE_BY_SIDE = 6
+UNGUARDED = "steps/before/k5"  # on a GPU: that the load of the long runs is one that the race is lost under
+SIDE_BY_SIDE = 7
 RELEASES = tuple(r for r in study.RELEASES if r not in ("0.20.1", "0.22.0"))  # each has its successor
 PREDICTS = {
     "plan-buffer": "before faults where the host overtakes a copy, and no arm does in which it cannot",
@@ -266,9 +267,10 @@ def long_rows(
 ) -> list[Row]:
     """The fixes and the rejected patch with 5 drafts, and `before` with 3: results equal bit for bit, step by step.
 
-    The layout must fault where a plan is overtaken; on the simulator work runs at random moments.
+    The layout must fault where a plan is overtaken; on the simulator work runs at random moments. On a GPU the arms
+    share it, which keeps each stream busy, and UNGUARDED is one more.
     """
-    cells = [(arm, 5) for arm in arms] + [("before", 3)]
+    cells = [(arm, 5) for arm in arms] + [("before", 3)] + [("before", 5)] * (device == "cuda")
     kwargs = {"device": device, "steps": steps, "forward_us": forward_us, "seed": seed, "schedule": "random"}
     asked = [
         Arm(f"{MODULE}:steps", {**kwargs, "arm": arm, "k": k}, f"{arm}, K {k}", timeout_s, device)

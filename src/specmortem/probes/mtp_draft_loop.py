@@ -3,14 +3,15 @@
 All three causes are one mistake: the host refills a page-locked buffer whose copy to the device is still queued. The
 released classes are built by their own constructors on stub configurations and called twice, or K times, while the
 device has run nothing; clones that are enqueued behind each call say what the device then finds. On the CPU the
-released code's own PyTorch calls run on the simulated device (`device.plain_torch`, schedule `lazy`: nothing runs until
-the host waits); on CUDA they run on a stream that is kept busy.
+released code's own PyTorch calls run on the stand-in for CUDA (`detect.staging.simulated_cuda`, schedule `lazy`:
+nothing runs until the host waits); on CUDA they run on a stream that is kept busy.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,9 +24,14 @@ import torch
 
 from specmortem import device as devices
 from specmortem import upstream
-from specmortem.device.plain_torch import Machine, on_sim, queued
+from specmortem.detect.staging import TorchWatch, simulated_cuda
+from specmortem.detect.staging.simulated import Carrier
+from specmortem.device import Event, Observer, Stream
 from specmortem.probes import ATTENTION_BACKEND, DRAFTER, FLASHINFER, TORCH_UTILS, WORKER_UTILS
 from specmortem.verdict import Evidence, Verdict
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import torch._dynamo  # torch's shape functions do at their first call: a second, here once for all forks
 
 BUILDER, PROPOSER, ZEROER = "FlashInferMetadataBuilder", "SpecDecodeBaseProposer", "KVBlockZeroer"
 COPY_INDICES, ZERO_BLOCKS = "_copy_page_indices_kernel", "_zero_kv_blocks_kernel"
@@ -52,7 +58,6 @@ UNUSED_FEATURES = (
 )
 LENGTHS = (61, 62, 63, 64)  # in each draft step another request enters a new page
 STALL_CYCLES = 100_000_000  # about 50 ms
-PLANNED = (6373, 11589, 4176, 7409)  # one token more gives one chunk more, which moves every array
 BATCHES_IN_FLIGHT = 2  # what asynchronous scheduling allows
 
 
@@ -76,13 +81,25 @@ class Bench(Protocol):
         """Let the device finish."""
 
 
+class _Waits(Observer):
+    """Counts how often the host waits."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def synchronized(self, target: Stream | Event | None, site: str) -> None:
+        self.count += 1
+
+
 class _Simulated:
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, watch: TorchWatch) -> None:
+        assert isinstance(watch.interceptor, Carrier)
+        self.carrier, self._waits = watch.interceptor, _Waits()
+        self.carrier.device.observers.append(self._waits)
 
     @property
     def waits(self) -> int:
-        return self.machine.waits
+        return self._waits.count
 
     def stall(self) -> None:
         """Under the lazy schedule nothing runs anyway."""
@@ -91,10 +108,10 @@ class _Simulated:
         return True
 
     def kernel(self, kernel: Any) -> Any:
-        return queued(kernel, self.machine)
+        return self.carrier.queued(kernel)
 
     def synchronize(self) -> None:
-        self.machine.wait()
+        self.carrier.synchronize()
 
 
 class _Cuda:
@@ -123,10 +140,8 @@ def bench(device: str, schedule: str = "lazy") -> Iterator[Bench]:
     if device == "cuda":
         yield _Cuda()
         return
-    sim = devices.open("sim", schedule=schedule)
-    assert isinstance(sim, devices.SimDevice)
-    with on_sim(sim) as machine:
-        yield _Simulated(machine)
+    with simulated_cuda(schedule) as watch:
+        yield _Simulated(watch)
 
 
 def judge(cause: str, subject: str, device: str = "sim") -> dict[str, Any]:
@@ -508,11 +523,12 @@ def _first_difference(step: Drafted) -> str:
 
 def _own_plan(arm: str, device: str) -> Verdict:
     """This package's planner: two plans of a batch that grows by a token, while the stream is busy."""
-    from specmortem.kernels.split_attention import Geometry, Planner, Staging
+    from specmortem.experiments.mtp_layouts import H200, WORKED_EXAMPLE
+    from specmortem.kernels.split_attention import Planner, Staging
 
     dev = devices.open("cuda" if device == "cuda" else "sim")
-    planner = Planner(Geometry(132, 24, 4, 256, PAGE))
-    first, second = (planner.plan([length + more for length in PLANNED]) for more in (0, 1))
+    planner = Planner(H200)
+    first, second = (planner.plan([length + more for length in WORKED_EXAMPLE]) for more in (0, 1))
     size = max(first.nbytes, second.nbytes)
     target, clone = dev.zeros([size], torch.uint8, "plan"), dev.zeros([size], torch.uint8, "clone")
     staging, stream = Staging(dev, size, fresh=arm == "after"), dev.stream("draft")
@@ -524,7 +540,7 @@ def _own_plan(arm: str, device: str) -> Verdict:
     dev.synchronize()
     read = first.seen_in(clone.cpu().numpy())
     wrong = [name for name, array in first.arrays.items() if not np.array_equal(array, read[name])]
-    witness = f"plans of {PLANNED} tokens and of one more each, {planner.geometry}"
+    witness = f"plans of {WORKED_EXAMPLE} tokens and of one more each, {planner.geometry}"
     if not wrong:
         return Verdict("clean", Evidence(witness, "every array is the first plan's"))
     observed, expected = (
@@ -575,7 +591,7 @@ class _Calls:
         if self.found == second:
             return Verdict("fault", evidence)
         why = "neither call's" if self.busy else "and the stream had caught up before the second call ended"
-        return Verdict.not_judged(f"{observed}, {why}", hashes=hashes)
+        return Verdict.not_judged(f"{observed}, {why}", hashes=hashes, caught_up=not self.busy)
 
 
 class _OwnStaging:

@@ -264,7 +264,7 @@ class MtpProposer:
             self._launch("observe plan", _keep, (b.workspaces.ints,), (b.seen_plans[i],))
             self._launch("observe input_ids", _keep, (b.input_ids,), (b.seen_ids[i],))
         if c.attend:
-            self._attend(plan)
+            self.attend(plan)
         self._run("sample", self._sample)
         self._launch(
             "keep results",
@@ -273,7 +273,8 @@ class MtpProposer:
             (b.drafts[i], b.attention[i]),
         )
 
-    def _attend(self, plan: Plan) -> None:
+    def attend(self, plan: Plan) -> None:
+        """Enqueue attention with the launch arguments of a plan; what it computes is what the int workspace says."""
         b, w = self.buffers, self.buffers.workspaces
         reads = (b.q, b.kv, b.block_table, b.seq_lens, w.ints)
         self.device.launch(

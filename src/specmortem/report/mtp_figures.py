@@ -98,11 +98,10 @@ def _is_forward(kernel: Record) -> bool:
     return str(kernel["name"]).startswith(FORWARD) and kernel["end_us"] > kernel["start_us"]
 
 
-def growth(told: Mapping[str, Sequence[Record]], estimate: tuple[int, float], title: str) -> Figure:
+def growth(told: Mapping[str, Sequence[Record]], title: str) -> Figure:
     """Share of batches whose layout faults when each request grows by a token, by batch size.
 
-    `told` maps a label to rows of `mtp_layouts.growth`; bars are two standard errors. `estimate` is a batch size
-    and a share that were stated elsewhere.
+    `told` maps a label to rows of `mtp_layouts.growth`; bars are two standard errors.
     """
     made, (ax,) = figure(1, 3.3, title)
     for number, (label, rows) in enumerate(told.items()):
@@ -112,9 +111,6 @@ def growth(told: Mapping[str, Sequence[Record]], estimate: tuple[int, float], ti
         ax.errorbar(
             batches, rates, yerr=errors, marker="o", capsize=3, color=REQUEST_COLOURS[number], label=label
         )
-    ax.plot([estimate[0]], [100 * estimate[1]], "x", color=FAULT, markersize=9, markeredgewidth=2.5, zorder=3)
-    note = f"{100 * estimate[1]:g} %, as estimated before "
-    ax.annotate(note, (estimate[0], 100 * estimate[1]), (17.5, 0.93), fontsize=NOTE, color=FAULT)
     ax.set_xscale("log", base=2)
     ax.set_xticks(batches, [str(batch) for batch in batches])
     ax.minorticks_off()

@@ -118,24 +118,24 @@ class Recorder(Interceptor):
         def recorded(event: Any, stream: Any = None) -> None:
             stream = torch.cuda.current_stream() if stream is None else stream
             record(event, stream)
-            self.order.record(event, _stream_name(stream))
+            self.order.record(_key(event), _stream_name(stream))
 
         def waited(event: Any, stream: Any = None) -> None:
             stream = torch.cuda.current_stream() if stream is None else stream
             wait(event, stream)
-            self.order.wait(_stream_name(stream), event)
+            self.order.wait(_stream_name(stream), _key(event))
 
         def queried(event: Any) -> bool:
             self.contents.check()
             done = bool(query(event))
             if done:
-                self.order.host_waited_event(event, "the query of an event")
+                self.order.host_waited_event(_key(event), "the query of an event")
             return done
 
         def synchronized(event: Any) -> None:
             self.contents.check()
             synchronize(event)
-            self.order.host_waited_event(event, "the synchronize of an event")
+            self.order.host_waited_event(_key(event), "the synchronize of an event")
 
         yield from ((kind, "record", recorded), (kind, "wait", waited))
         yield from ((kind, "query", queried), (kind, "synchronize", synchronized))
@@ -187,6 +187,19 @@ class Recorder(Interceptor):
             self._ends[id(graph)] = self.order.stream_end(stream)
 
         yield from ((kind, "capture_begin", begun), (kind, "capture_end", ended), (kind, "replay", replayed))
+
+
+class _Key:
+    """Stands for a `torch.cuda.Event` and dies with it.
+
+    No weak reference may be taken of the event itself: it inherits room for them from `torch.Event`, but does not clear
+    them when it is freed, and the next garbage collection ends the process (torch 2.11.0, Python 3.12).
+    """
+
+
+def _key(event: Any) -> _Key:
+    key: _Key = vars(event).setdefault("_specmortem_key", _Key())
+    return key
 
 
 def _stream_name(stream: Any = None) -> str:

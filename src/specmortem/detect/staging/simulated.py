@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -36,6 +37,7 @@ from specmortem.device.schedules import named
 from specmortem.errors import BadInputError
 
 _COPY = torch.ops.aten.copy_.default
+_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 _CUDA = torch.device("cuda", 0)
 
 
@@ -51,6 +53,21 @@ class SimTensor(torch.Tensor):
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.cpu().numpy()
+        raise TypeError("can't convert cuda:0 device type tensor to numpy; use Tensor.cpu() first")
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.numpy()
 
 
 class SimStream:
@@ -147,6 +164,9 @@ class Carrier(Interceptor):
             dst, src, non_blocking = copy_ends(args, kwargs)
             self.copy(dst, src, non_blocking)
             return dst
+        if func.overloadpacket in _INDEXED and any(map(self._is_host_index, args[1])):
+            args = (args[0], [self._uploaded(index) for index in args[1]], *args[2:])
+            reads, writes = touched(func, args, kwargs)
         self._check_together(func, reads, writes)
         self.touch_all(reads, write=False)
         if is_view(func):
@@ -210,6 +230,13 @@ class Carrier(Interceptor):
         name = str(func._schema.name).removeprefix("aten::")
         self._put(Op("launch", name, run, read, written, (*ours, *writes)))
 
+    def queued(self, kernel: Any) -> Any:
+        """A Triton kernel whose launches, `queued(kernel)[grid](...)`, go into the current stream.
+
+        As nothing is declared, a launch reads and writes every tensor among its arguments.
+        """
+        return _Queued(self, kernel)
+
     def _put(self, op: Op) -> None:
         def run() -> None:
             with self.aside(), _disable_current_modes():
@@ -217,6 +244,17 @@ class Carrier(Interceptor):
 
         queued = Op(op.what, op.name, run, op.reads, op.writes, op.tensors)
         self.device._submit(queued, self.current().stream)
+
+    def _is_host_index(self, index: torch.Tensor | None) -> bool:
+        return index is not None and not self.on_device(index)
+
+    def _uploaded(self, index: torch.Tensor | None) -> torch.Tensor | None:
+        """An index of a device tensor: torch copies one of the host to the device, and waits."""
+        if index is None or not self._is_host_index(index):
+            return index
+        made = torch.empty(index.shape, dtype=index.dtype).as_subclass(SimTensor)
+        self.copy(made, index, non_blocking=False)
+        return made
 
     def _check_together(self, func: Any, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
         for tensor in (*reads, *writes):
@@ -266,6 +304,21 @@ class Carrier(Interceptor):
         storage = tensor.untyped_storage()
         self._pinned[storage.data_ptr()] = storage
         return tensor
+
+
+class _Queued:
+    def __init__(self, carrier: Carrier, kernel: Any) -> None:
+        self._carrier, self._kernel = carrier, kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            carrier, name = self._carrier, getattr(self._kernel, "__name__", "kernel")
+            run = partial(self._kernel[grid], *_plain(args), **_plain(kwargs))
+            tensors = tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            regions = tuple(map(carrier.watch.region, tensors))
+            carrier._put(Op("launch", name, run, regions, regions, tensors))
+
+        return launch
 
 
 class Placement(TorchFunctionMode):
