@@ -1,4 +1,4 @@
-"""How long `specmortem audit` takes, cold, warm and over an unchanged tree, and how much it moves."""
+"""How long `specmortem audit` takes cold, warm and over a release already judged, in a folder, twice; what it moves."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ def criteria(result: dict[str, Any]) -> dict[str, bool]:
 @click.option("--labels", type=click.Path(path_type=Path, exists=True))
 @click.option("--reports", type=click.Path(path_type=Path, exists=True))
 @click.option("--mebibytes", type=int, default=1024, show_default=True)
-@click.option("--folds", type=int, default=9, show_default=True)
+@click.option("--folds", type=int, default=7, show_default=True)
 def main(out: Path | None, labels: Path | None, reports: Path | None, mebibytes: int, folds: int) -> None:
     """See the head of the file."""
     result: dict[str, Any] = {

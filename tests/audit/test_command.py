@@ -6,7 +6,7 @@ import pytest
 from audit.conftest import CAUSE
 from click.testing import CliRunner
 
-from specmortem.audit import matrix, subjects
+from specmortem.audit import launch, matrix, subjects
 from specmortem.audit.matrix import Audit
 from specmortem.cli import main
 from specmortem.report.html import check_self_contained
@@ -109,6 +109,19 @@ def test_an_audit_of_a_tree_end_to_end(cache, make_hostile):
     assert result.exit_code == 3
     (row,) = json.loads(result.stdout)["rows"]
     assert (row["status"], row["subject"]) == ("not-judged", subject) and "by design" in row["witness"]
+
+
+def test_what_a_configuration_reaches_depends_on_the_release_that_is_audited(cache, make_tree):
+    config = launch.parse(
+        'vllm serve Qwen/Qwen3.5-9B --speculative-config \'{"method": "mtp", "num_speculative_tokens": 4}\''
+    )
+    versions = ("0.22.1", "0.31.0")
+    given = [make_tree({"vllm/_version.py": f"__version__ = '{v}'\n"}, v) for v in versions]
+    done = matrix.audit(given, ["gdn-unbounded-accepted"], config=config)
+    assert [row.version for row in done.rows] == list(versions)
+    assert [row.reach for row in done.rows] == ["yes", "no"]
+    assert "default of 0.31.0" in done.rows[1].reach_reason
+    assert done.config == config
 
 
 def test_campaign_counts_seeds_once_and_says_what_was_seen():

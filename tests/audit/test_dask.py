@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import distributed
 import pytest
 from audit.conftest import CAUSE
 
@@ -15,7 +16,6 @@ from specmortem.audit.matrix import audit
 from specmortem.audit.work import workers
 from specmortem.errors import BadInputError, UnavailableError
 
-pytest.importorskip("distributed")
 ENVIRONMENT = {
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "10",
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "20s",
@@ -44,7 +44,7 @@ class LocalCluster:
         command = [
             sys.executable,
             "-m",
-            f"distributed.cli.{module}",
+            f"{distributed.__name__}.cli.{module}",
             "--scheduler-file",
             str(self.file),
             *arguments,

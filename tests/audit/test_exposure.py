@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specmortem.audit import launch
-from specmortem.audit.exposure import RULES, Config, is_hybrid, reached, reaches, resolve
+from specmortem.audit.exposure import RULES, is_hybrid, reached, reaches, resolve
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.probes import CAUSES
 
@@ -294,6 +294,59 @@ def test_unreadable_values_stay_unknown():
     assert config.max_num_seqs is None and config.cache_mode is None
 
 
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("vllm serve m -pp ²", "pipeline"),
+        ("vllm serve m -pp " + "9" * 5000, "pipeline"),
+        ("VLLM_USE_V2_MODEL_RUNNER=auto vllm serve m", "runner"),
+        ("MTP with " + "9" * 5000 + " draft tokens", "drafts"),
+        ("TP=" + "9" * 5000, "tensor"),
+    ],
+)
+def test_values_that_are_no_plain_number_or_switch_stay_unknown(text, field):
+    assert getattr(launch.parse(text), field) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("A100", 80),
+        ("A30", 80),
+        ("NVIDIA A10G", 86),
+        ("RTX A5000", 86),
+        ("A4000", 86),
+        ("3090s", 86),
+        ("RTX 6000 Ada", 89),
+        ("4090", 89),
+        ("L40S", 89),
+        ("H800", 90),
+        ("GH200", 90),
+        ("B100", 100),
+        ("GB300", 103),
+        ("RTX PRO 6000", 120),
+        ("5060", 120),
+        ("GB10", 121),
+        ("sm_90", 90),
+        ("9.0", 90),
+        ("RTX 6000", None),
+        ("MI300X", None),
+    ],
+)
+def test_architectures_of_gpus(name, gpu):
+    assert launch.gpu_of(name) == gpu
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("A100", 80), ("H800", 90), ("RTX 6000 Ada", 89)])
+def test_audit_and_triage_know_the_same_gpus(name, gpu):
+    from specmortem.triage import triage_text
+
+    text = f"vLLM 0.27.1 on 2x {name}, MTP n=3"
+    facts = triage_text(text).parts[0].data["facts"]
+    assert [fact["value"] for fact in facts["arch"]] == [f"sm_{gpu}"]
+    assert launch.parse(text).gpu == gpu
+
+
 @given(st.text())
 def test_no_text_breaks_the_parser_or_the_rules(text):
     config = launch.parse(text)
@@ -319,9 +372,3 @@ def test_load_reads_a_file_and_refuses_what_says_nothing(tmp_path):
         launch.load(str(tmp_path / "empty"))
     with pytest.raises(UnavailableError, match="cannot read"):
         launch.load(str(tmp_path / "gone"))
-
-
-def test_facts_of_a_triage_become_a_configuration():
-    config = Config.from_facts({"pipeline_parallel_size": "1", "method": "mtp", "odd": "1"})
-    assert (config.pipeline, config.speculation, config.unknown) == (1, "mtp", ("odd",))
-    assert reaches("batch-row-index", config).reached is False

@@ -128,10 +128,10 @@ def test_without_a_cache_nothing_is_written(cache, judged):
 
 def test_the_version_of_a_judgement_follows_the_code_it_is_made_of(monkeypatch):
     names = {path.name for path in records._imported_by("specmortem.probes.dflash_oob")}
-    assert {"dflash_oob.py", "bounds.py", "cell.py", "box.py", "closure.py", "interface.py"} <= names | {
-        "interface.py"
-    }
-    assert "pp_align_copy.py" not in names
+    assert {"dflash_oob.py", "bounds.py", "cell.py", "box.py", "closure.py"} <= names
+    assert not names & {"pp_align_copy.py", "interface.py"}
+    staged = {path.name for path in records._imported_by("specmortem.probes.mtp_draft_loop")}
+    assert {"mtp_draft_loop.py", "interface.py", "sim.py"} <= staged
     first = judge_version("dflash-oob", "sim")
     assert first != judge_version("pp-align-copy", "sim") and first != judge_version("dflash-oob", "cuda")
     judge_version.cache_clear()

@@ -83,6 +83,12 @@ def test_csv_has_a_line_a_row():
     assert rows[1]["same_code_as"] == "vllm==0.3.0" and rows[2]["witness"] == NASTY
 
 
+def test_csv_advises_on_faults_only():
+    done = Audit((row(workarounds=("upgrade",)), row("clean", workarounds=("upgrade",))), 1, 0, 0, "sim")
+    rows = list(csv.DictReader(io.StringIO(render.as_csv(done))))
+    assert [r["workarounds"] for r in rows] == ["upgrade", ""]
+
+
 def test_json_is_whole():
     data = json.loads(render.as_json(FULL))
     assert len(data["rows"]) == 4 and data["rows"][0]["advice"] == "fixed in 0.2.0; upgrade"
@@ -103,6 +109,11 @@ def test_lines_of_another_release_are_marked():
     told = row(same_code_as="vllm==0.3.0").witness
     assert told == "slots [0] (kernel (k.py:3)) [lines of vllm==0.3.0, the same code]"
     assert row(same_code_as="vllm==0.3.0", evidence=Evidence(observed="slots")).witness == "slots"
+
+
+def test_a_place_is_printed_once():
+    twice = Evidence(observed="load at kernel (k.py:3), lane 0: outside", place="kernel (k.py:3)")
+    assert row(evidence=twice).witness == twice.observed
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,52 @@ def test_a_fix_applied_flips_the_verdict_though_the_release_is_known(patched, re
     assert (same.judged, same.rows[0].status, same.rows[0].same_code_as) == (0, "fault", "vllm==0.22.1")
 
 
+RUNNER, GDN = "vllm/v1/worker/gpu_model_runner.py", probes.GDN
+ALIGN = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
+FLASHINFER = "vllm/v1/attention/backends/flashinfer.py"
+SYNC = ":\n            self.num_accepted_tokens_event.synchronize()"
+WAITS = f"if self.num_accepted_tokens_event is not None{SYNC}"
+ASYNC = 'self.use_async_scheduling and self.cache_config.mamba_cache_mode != "align"'
+NO_WAIT = {WAITS: WAITS.replace(":", f" and not ({ASYNC}):", 1)}
+TOKENS, REQUESTS = "batch_size = m.num_actual_tokens", "batch_size = m.num_reqs"
+SEED = "(new_req_data.num_computed_tokens - 1) // self.cache_config."
+MAMBA_BLOCK = "mamba_block_size = self.cache_config.mamba_block_size"
+BATCH_ORDER = {"block_tables.block_tables[gid].gpu": "block_tables.input_block_tables[gid]"}
+PINNED = {
+    "pin_memory=False": "pin_memory=True",
+    "= paged_kv_indptr_cpu.pin_memory()": "= paged_kv_indptr_cpu",
+    "= paged_kv_last_page_len_cpu.pin_memory()": "= paged_kv_last_page_len_cpu",
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "cause", "path", "changes", "expected"),
+    [
+        ("0.23.0", "graph-metadata-rows", GDN, {TOKENS: REQUESTS}, "clean"),
+        ("0.24.0", "graph-metadata-rows", GDN, {REQUESTS: TOKENS}, "fault"),
+        ("0.23.0", "stale-count-none", RUNNER, NO_WAIT, "clean"),
+        ("0.24.0", "stale-count-none", RUNNER, {ASYNC: "False"}, "fault"),
+        ("0.31.0", "seed-column-divisor", ALIGN, {SEED: f"{SEED}mamba_"}, "clean"),
+        ("0.32.0", "seed-column-divisor", ALIGN, {MAMBA_BLOCK: MAMBA_BLOCK.replace(".mamba_", ".")}, "fault"),
+        ("0.32.0", "batch-row-index", ALIGN, BATCH_ORDER, "fault"),
+        ("0.29.0", "builder-staging-reuse", FLASHINFER, PINNED, "fault"),
+    ],
+)
+def test_a_fix_applied_or_reverted_flips_the_verdict(version, cause, path, changes, expected, tmp_path):
+    whole = audit([f"vllm=={version}"], [cause]).rows[0]
+    if whole.unavailable:
+        pytest.skip(whole.witness)
+    assert whole.status == {"clean": "fault", "fault": "clean"}[expected]
+    shutil.copytree(REAL_CACHE / f"vllm-{version}" / "vllm", tmp_path / "vllm")
+    text = (tmp_path / path).read_text(encoding="utf-8")
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / path).write_text(text, encoding="utf-8")
+    row = audit([f"tree:{tmp_path}"], [cause]).rows[0]
+    assert (row.status, row.same_code_as) == (expected, "")
+
+
 def test_a_second_run_over_a_changed_tree_sees_the_change(patched, cache):
     subject = patched("0.28.0", SPECULATOR)
     assert audit([subject], ["v2-null-block"]).rows[0].status == "clean"

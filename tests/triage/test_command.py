@@ -46,9 +46,31 @@ def test_standard_input():
     assert "dflash-oob" in invoke("-", text=logs.DFLASH).output
 
 
-@pytest.mark.parametrize("slug", ["dflash-oob", "pp-align-copy"])
-def test_the_logs_of_the_notebooks(slug):
+@pytest.mark.parametrize(
+    ("slug", "answer"),
+    [
+        ("dflash-oob", "dflash-oob"),
+        ("mtp-draft-loop", "mtp-draft-loop"),
+        ("pp-align-copy", "pp-align-copy"),
+        # Its log tells of no wrong answer, and nothing else is logged.
+        ("async-accepted-counts", "insufficient"),
+    ],
+)
+def test_the_logs_of_the_notebooks(slug, answer):
     from specmortem import incident
 
     log = incident.find_root().parent / "data" / f"{slug}-log.txt"
-    assert json.loads(invoke(str(log), "--format", "json").output)["answer"] == slug
+    assert json.loads(invoke(str(log), "--format", "json").output)["answer"] == answer
+
+
+def test_a_client_s_view_beside_the_log_that_tells_nothing():
+    from specmortem import incident
+
+    data = incident.find_root().parent / "data"
+    log, client = (str(data / f"async-accepted-counts-{name}.txt") for name in ("log", "client"))
+    alone = json.loads(invoke(log, "--format", "json").output)
+    assert any("what users got" in text for text in alone["collect"])
+    for files in ((log, client), (client, log)):
+        both = json.loads(invoke(*files, "--format", "json").output)
+        assert (both["answer"], both["cause"]) == ("async-accepted-counts", "stale-count-none")
+        assert both["collect"] == []

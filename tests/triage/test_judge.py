@@ -29,6 +29,15 @@ def test_without_align_mode_it_is_the_count_of_the_other_mode():
     assert data(logs.COUNTS.replace("prefix caching off", "align mode"))["cause"] == "stale-count-align"
 
 
+@pytest.mark.parametrize("version", ["0.6.3", "0.5.4.post1", "0.7.3"])
+def test_a_release_that_ran_the_old_engine_is_none_of_these(version):
+    old = f"vLLM {version}, Qwen3.5, MTP n=5\nCUDA error: an illegal memory access was encountered\n"
+    assert (data(old)["answer"], data(old)["cause"]) == ("none", "old-engine")
+    newer = old.replace(version, "0.8.1")
+    assert data(newer)["cause"] != "old-engine"
+    assert data(newer.replace("0.8.1,", f"{version}, a vllm fork,"))["cause"] != "old-engine"
+
+
 def test_the_audit_command_is_one_that_audit_reads():
     from specmortem.audit import launch
 

@@ -46,6 +46,19 @@ def test_a_line_of_json_is_unwrapped(key):
     assert only(line).text == MESSAGE
 
 
+def test_an_answer_in_a_line_of_json_keeps_what_is_not_talk():
+    fields = {"status": 200, "completion_tokens": 1, "finish_reason": "stop"}
+    for talk in ("It hangs: CUDA error", "MTP\nNaN", ["illegal memory access"]):
+        found = only(json.dumps({**fields, "text": talk, "prompt": talk}))
+        assert (found.text, found.logged) == (json.dumps(fields), False)
+    assert "ductduct" in only(json.dumps({**fields, "content": "It was duct" + "duct" * 20})).text
+
+
+def test_an_object_of_any_depth_is_a_line():
+    for depth in (10, 900, 990, 1000, 5000):
+        assert only('{"finish_reason": "stop", "x": ' + "[" * depth + "]" * depth + "}").text
+
+
 def test_page_markup_and_entities_are_gone_but_launch_geometry_stays():
     assert only("<p>a &lt;b&gt; c</p>").text == "a <b> c"
     assert only("<td>kernel<<<(1,9,4),(128,1,1)>>></td>").text == "kernel<<<(1,9,4),(128,1,1)>>>"

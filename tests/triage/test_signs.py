@@ -41,6 +41,7 @@ def facts(line):
         ("Running: 5 reqs, Waiting: 0 reqs", "running=5"),
         ("kv_cache_usage=0.0437", "kv_usage=4.4"),
         ("completion_tokens=1 finish_reason=stop", "symptom=one-token"),
+        ('{"finish_reason": "stop", "completion_tokens": 1, "text": "A"}', "symptom=one-token"),
         ("acceptance 45.6% -> 8%", "symptom=acceptance-collapse"),
         ("the answer goes on: wordwordwordwordwordwordwordword", "symptom=token-loop"),
         ("!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!", "symptom=token-zero"),

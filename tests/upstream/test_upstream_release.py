@@ -40,6 +40,25 @@ def test_only_the_wanted_members_are_fetched(local_index, tmp_path):
     assert (tree.subject, tree.version, tree.root) == ("vllm==1.0.0", "1.0.0", tmp_path / "vllm-1.0.0")
 
 
+def test_a_release_is_stored_once_it_was_resolved(local_index, tmp_path):
+    local_index.add("1.0.0", MEMBERS)
+    assert not upstream.is_stored("vllm==1.0.0", tmp_path)
+    assert local_index.requests == []
+    upstream.resolve("vllm==1.0.0", tmp_path)
+    assert upstream.is_stored("vllm==1.0.0", tmp_path)
+    assert not upstream.is_stored("vllm==1.0.1", tmp_path)
+    (tmp_path / "vllm-1.0.0" / "manifest.json").write_text("{")
+    assert not upstream.is_stored("vllm==1.0.0", tmp_path)
+    with pytest.raises(BadInputError, match="is not a subject"):
+        upstream.is_stored("installed", tmp_path)
+
+
+def test_versions_are_those_the_index_has_a_wheel_of(local_index):
+    for version in ("1.0.0", "1.1.0rc1"):
+        local_index.add(version, MEMBERS)
+    assert {str(version) for version in index_module.versions()} == {"1.0.0", "1.1.0rc1"}
+
+
 def test_every_request_to_the_wheel_asks_for_a_range(local_index, tmp_path):
     local_index.add("1.0.0", MEMBERS)
     upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py", "vllm/b/__init__.py"])

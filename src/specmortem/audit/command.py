@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specmortem.audit.matrix import Audit
 
 DEVICES = click.Choice(["auto", "sim", "cuda"])
-PAGE, TABLE = Path("audit.html"), Path("audit.csv")
+PAGE = Path("audit.html")
 
 
 def _executor_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,17 +197,10 @@ def campaign(
     Exit code: 1 a run faulted, else 3 a seed gave no figure, else 0.
     """
     from specmortem.audit import campaign as campaigns
-    from specmortem.audit.work import workers
+    from specmortem.audit.work import counter, workers
     from specmortem.probes import device_kind
 
     with workers(executor, scheduler) as who, _progress() as tick:
-        done = 0
-
-        def on_end() -> None:
-            nonlocal done
-            done += 1
-            tick("seeds", done, seeds)
-
         found = campaigns.run(
             cause,
             seeds,
@@ -215,7 +208,7 @@ def campaign(
             first=first,
             device=device_kind(device),
             workers=who,
-            on_end=on_end,
+            on_end=counter(tick, "seeds", seeds),
         )
     click.echo(json.dumps(found.as_dict(), indent=1) if form == "json" else _told(found))
     ctx.exit(1 if found.faults else 3 if found.lost else 0)

@@ -85,7 +85,6 @@ class Config:
     kv_cache_dtype: str = ""
     max_num_seqs: int | None = None
     gpu: int | None = None
-    launch_blocking: bool | None = None
     complete: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
@@ -96,13 +95,6 @@ class Config:
             return Version(self.version) < Version(release) if self.version else None
         except InvalidVersion:
             return None
-
-    @classmethod
-    def from_facts(cls, facts: Mapping[str, str]) -> Config:
-        """The configuration in facts named like vLLM's own settings (`pipeline_parallel_size`, `method`, ...)."""
-        from specmortem.audit.launch import from_facts
-
-        return from_facts(facts)
 
     def with_default(self, name: str, value: Any, why: str) -> Config:
         """The field filled in, unless it is known already."""

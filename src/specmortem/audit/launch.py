@@ -19,15 +19,31 @@ COMMAND = re.compile(r"\bvllm\s+serve\b|\bapi_server\b|\bvllm\.entrypoints\b")
 FLAG = re.compile(r"(?<!\S)--?[a-z]")
 SHORT = frozenset({"tp", "pp", "sc", "cc", "ac"})
 GPUS: Mapping[str, int] = {
-    r"\bRTX\s*PRO\s*\d000|\bRTX\s*50[5-9]0|\b5090\b": 120,
+    r"\bRTX\s*PRO\s*\d{4}|\bRTX\s*50[5-9]0|\b5090\b": 120,
     r"\bGB10\b|\bDGX\s*Spark": 121,
     r"\bG?B300\b": 103,
-    r"\bG?B200\b": 100,
-    r"\bG?H[12]00\b|\bH20\b": 90,
-    r"\bRTX\s*40[5-9]0|\bL40S?\b|\bL4\b|\bRTX\s*6000\s*Ada": 89,
-    r"\bRTX\s*30[5-9]0|\b3090\b|\bA40\b|\bA10G?\b|\bA6000\b": 86,
-    r"\bA[18]00\b|\bGA100\b|\bCMP\s*170HX": 80,
+    r"\bB100\b|\bG?B200\b": 100,
+    r"\bG?H[12]00\b|\bH800\b|\bH20\b": 90,
+    r"\bRTX\s*40[5-9]0|\bL40S?\b|\bL4\b|\bRTX\s*\d{4}\s*Ada": 89,
+    r"\bRTX\s*30[5-9]0|\b3090\b|\bA40\b|\bA10G?\b|\b(?:RTX\s*)?A[456]000\b": 86,
+    r"\bA[18]00\b|\bA30\b|\bGA100\b|\bCMP\s*170HX": 80,
 }
+
+
+def gpu_of(text: str) -> int | None:
+    """Compute capability times ten of a GPU: `sm_90`, `9.0`, a name or, for a GeForce, its number; None if unknown."""
+    digits = re.sub(r"^sm_?", "", text.lower()).replace(".", "")
+    if re.fullmatch(r"[0-9]{2,3}", digits):
+        return int(digits)
+    found = _named_gpu(text, re.IGNORECASE) or _named_gpu(f"RTX {text}", re.IGNORECASE)
+    return found[0] if found else None
+
+
+def _named_gpu(text: str, flags: re.RegexFlag = re.NOFLAG) -> tuple[int, str] | None:
+    """What a name in the text stands for, and the name."""
+    matches = ((gpu, re.search(pattern, text, flags)) for pattern, gpu in GPUS.items())
+    return next(((gpu, match[0]) for gpu, match in matches if match), None)
+
 
 # Flags that decide something: the field, and how a value is read. Short forms are vLLM's own.
 NUMBERS: Mapping[str, str] = {
@@ -66,7 +82,6 @@ SWITCHES: Mapping[str, str] = {
     "prefix-cache": "prefix_caching",
     "async-scheduling": "async_scheduling",
     "async": "async_scheduling",
-    "cuda-launch-blocking": "launch_blocking",
     "hybrid": "hybrid",
 }
 NEUTRAL = frozenset(
@@ -108,6 +123,7 @@ NEUTRAL = frozenset(
         "max-seq-len",
         "cuda-visible-devices",
         "cuda-device-order",
+        "cuda-launch-blocking",
         "hf-home",
         "hf-token",
         "pytorch-cuda-alloc-conf",
@@ -117,6 +133,7 @@ NEUTRAL = frozenset(
     }
 )
 TRUE, FALSE = {"1", "true", "yes", "on", ""}, {"0", "false", "no", "off"}
+RUNNERS: Mapping[bool | None, str | None] = {True: "v2", False: "v1", None: None}
 JSON_FLAGS = ("speculative-config", "compilation-config", "attention-config", "sc", "cc", "ac")
 # Lines of a log: (pattern, field, value), or the field that the first group gives.
 LOG_LINES: tuple[tuple[str, str, Any], ...] = (
@@ -190,13 +207,6 @@ def parse(text: str) -> Config:
     return replace(notes.config(), complete=bool(commands or logged) and not cut)
 
 
-def from_facts(facts: Mapping[str, str]) -> Config:
-    """The configuration in named facts; names that nothing reads are listed as unknown."""
-    notes = _Notes()
-    notes.words((name, str(value)) for name, value in facts.items())
-    return notes.config()
-
-
 class _Notes:
     """Fields as they are found, and the flags that are not read."""
 
@@ -268,9 +278,9 @@ class _Notes:
             name = SWITCHES[key[3:] if negated else key]
             self.put(name, None if switch is None else switch is not negated, source)
         elif key == "vllm-use-v2-model-runner":
-            self.put("runner", {True: "v2", False: "v1"}.get(_switch(value) or False), source)
+            self.put("runner", RUNNERS[_switch(value)], source)
         elif key in NUMBERS:
-            self.put(NUMBERS[key], int(value) if value.isdigit() else None, source)
+            self.put(NUMBERS[key], _count(value), source)
         elif key in WORDS:
             self.put(WORDS[key], _word(WORDS[key], value), source)
         else:
@@ -283,9 +293,8 @@ class _Notes:
             if found := re.search(pattern, text, re.MULTILINE):
                 given = value if value is not None else _word(name, next(g for g in found.groups() if g))
                 self.put(name, given, f"“{found[0]}”")
-        for pattern, gpu in GPUS.items():
-            if found := re.search(pattern, text):
-                self.put("gpu", gpu, found[0])
+        if named := _named_gpu(text):
+            self.put("gpu", *named)
         if found := re.search(r"^Model: (?!see flags)(\S+)|\b(Qwen3\.[5-9]-[\w.-]+)", text, re.MULTILINE):
             self.put("model", found[1] or found[2], "its model")
         if (
@@ -300,6 +309,11 @@ def _switch(value: str) -> bool | None:
     return True if word in TRUE else False if word in FALSE else None
 
 
+def _count(value: str) -> int | None:
+    """A plain number of up to nine digits."""
+    return int(value) if re.fullmatch(r"[0-9]{1,9}", value) else None
+
+
 def _word(name: str, value: str) -> Any:
     """A value as its field holds it; None for one that the field cannot hold."""
     value = value.strip().strip("\"'")
@@ -309,20 +323,13 @@ def _word(name: str, value: str) -> Any:
         "attention": lambda v: v.upper().rpartition(".")[2],
         "cudagraphs": lambda v: v.upper().rpartition(".")[2].partition(":")[0],
         "speculation": lambda v: v.lower(),
-        "gpu": _gpu,
-        "drafts": int,
-        "tensor": int,
-        "pipeline": int,
+        "gpu": gpu_of,
+        "drafts": _count,
+        "tensor": _count,
+        "pipeline": _count,
         "version": lambda v: v.lstrip("v"),
     }
     return readers.get(name, str)(value)
-
-
-def _gpu(value: str) -> int | None:
-    digits = re.sub(r"^sm_?", "", value.lower()).replace(".", "")
-    if re.fullmatch(r"\d{2,3}", digits):
-        return int(digits)
-    return next((gpu for pattern, gpu in GPUS.items() if re.search(pattern, value, re.IGNORECASE)), None)
 
 
 def _literal(text: str) -> Any:

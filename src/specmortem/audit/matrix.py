@@ -7,9 +7,9 @@ group of pairs that are still open and answer alike. A round can teach new quest
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache as cached
 from pathlib import Path
 from typing import Any, Literal
@@ -17,20 +17,30 @@ from typing import Any, Literal
 from packaging.version import InvalidVersion
 
 from specmortem import incident as incidents
+from specmortem import upstream
 from specmortem.audit.exposure import Config, Reach, reaches
 from specmortem.audit.records import Digests, Known, Record
 from specmortem.audit.subjects import Place, open_subject
 from specmortem.audit.verdicts import RELEASES, Verdicts, scope_of
-from specmortem.audit.work import Judged, Local, Survey, Surveyed, Task, Workers, bring, is_absent
+from specmortem.audit.work import (
+    Judged,
+    Local,
+    Survey,
+    Surveyed,
+    Task,
+    Tick,
+    Workers,
+    bring,
+    counter,
+    is_absent,
+)
 from specmortem.errors import BadInputError, SpecmortemError
 from specmortem.incident import Cause, Incident
 from specmortem.probes import CAUSES, Probe, device_kind, probe_of
-from specmortem.upstream.cache import default_cache
 from specmortem.upstream.tree import Tree
 from specmortem.verdict import DeviceKind, Evidence, Verdict
 
 Status = Literal["fault", "clean", "not-present", "not-judged"]
-Tick = Callable[[str, int, int], None]  # what is done, how many of it, of how many
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Row:
         """One line: what was seen, and where."""
         evidence = self.evidence
         told = evidence.reason if self.status.startswith("not-") else evidence.observed or evidence.reason
-        place = f" ({evidence.place})" if evidence.place and not told.endswith(evidence.place) else ""
+        place = f" ({evidence.place})" if evidence.place and evidence.place not in told else ""
         if self.same_code_as and re.search(r"\.py:\d", told + place):
             place += f" [lines of {self.same_code_as}, the same code]"
         return " ".join(f"{told}{place}".split())
@@ -232,9 +242,7 @@ class _Run:
 
     def place_here(self, subject: str) -> Place | None:
         """Where a subject lies on this machine; None for a release never fetched, or a subject not to be had."""
-        name, _, version = subject.partition("==")
-        folder = (self.cache or default_cache()) / f"vllm-{version.strip()}"
-        if name.strip() == "vllm" and version and not (folder / "manifest.json").exists():
+        if subject.partition("==")[0].strip() == "vllm" and not upstream.is_stored(subject, self.cache):
             return None
         try:
             self.places[subject] = open_subject(subject, python=self.python, cache=self.cache)[1]
@@ -256,13 +264,7 @@ class _Run:
             Survey(subject, questions, self.python, str(self.cache or ""))
             for subject, questions in asked.items()
         ]
-        done = 0
-
-        def on_end() -> None:
-            nonlocal done
-            done += 1
-            self.tick("subjects read", done, len(jobs))
-
+        on_end = counter(self.tick, "subjects read", len(jobs))
         for job, found in zip(jobs, self.workers.surveys(jobs, on_end), strict=True):
             self.learn(job.subject, found)
 
@@ -368,7 +370,7 @@ class _Run:
         place = self.places.get(subject)
         version = place.version if place else subject.partition("==")[2]
         facts = facts_of(probe, root)
-        reach = reaches(cause, config) if config is not None else Reach("unknown", "")
+        reach = reaches(cause, _of_release(config, version)) if config else Reach("unknown", "")
         same = known.subject if known.subject != subject else ""
         detail = verdict.evidence.detail
         return Row(
@@ -388,6 +390,13 @@ class _Run:
             reach_reason=reach.reason,
             unavailable=bool(detail.get("unavailable")),
         )
+
+
+def _of_release(config: Config, version: str) -> Config:
+    """The configuration on the audited release, whatever it says of the version; as it is where that is unknown."""
+    if not version:
+        return config
+    return replace(config, version=version, sources={**config.sources, "version": "the subject"})
 
 
 def _known(cause: str, subject: str, verdict: Verdict) -> Known:

@@ -171,7 +171,7 @@ def _fields(row: Row, date: str) -> dict[str, Any]:
     return found | {
         "date": date,
         "hashes": " ".join(f"{name}={body}" for name, body in row.hashes.items()),
-        "workarounds": "; ".join(row.workarounds),
+        "workarounds": "; ".join(row.workarounds) if row.status == "fault" else "",
         "judged_on": row.evidence.detail.get("judged_on", ""),
     }
 

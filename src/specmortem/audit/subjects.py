@@ -279,6 +279,7 @@ def all_releases() -> list[str]:
 
     Raises UnavailableError when the index does not answer.
     """
-    versions = {version for version, _, _ in index._wheels(index._page(index.endpoint()))}
-    final = sorted(v for v in versions if v >= FIRST_RELEASE and not v.is_prerelease and v.local is None)
+    final = sorted(
+        v for v in index.versions() if v >= FIRST_RELEASE and not v.is_prerelease and v.local is None
+    )
     return [f"vllm=={version}" for version in final]

@@ -7,6 +7,7 @@ end. A Dask cluster takes both, through its interface of concurrent futures.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import threading
@@ -27,6 +28,7 @@ from specmortem.upstream.cache import default_cache
 from specmortem.upstream.tree import Tree
 from specmortem.verdict import DeviceKind, Evidence, Verdict
 
+Tick = Callable[[str, int, int], None]  # what is done, how many of it, of how many
 MOST_FETCHES = 60  # rounds of bringing files that a judgement turned out to need
 MOST_TEXT = 2000  # characters of any text that came out of foreign code
 _one_batch = threading.Lock()
@@ -336,6 +338,12 @@ def workers(executor: str = "local", scheduler: str = "") -> Iterator[Workers]:
         raise UnavailableError(f"no Dask scheduler answers at {scheduler}: {error}") from error
     with client:
         yield Cluster(client)
+
+
+def counter(tick: Tick, what: str, total: int) -> Callable[[], None]:
+    """Each call tells `tick` that one more of `total` is done."""
+    done = itertools.count(1)
+    return lambda: tick(what, next(done), total)
 
 
 def _ticking(items: Iterable[Any], on_end: Callable[[], None]) -> Iterator[Any]:

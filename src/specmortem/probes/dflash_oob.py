@@ -64,7 +64,7 @@ def judge(cause: str, subject: str, device: str = "sim") -> dict[str, Any]:
             subject_of(subject, device, (*probe.functions, *(name for _, name in probe.also)))
         )
     except upstream.NotPresentError as error:
-        verdict = Verdict.not_judged(f"{subject} does not have {error}", absent=str(error))
+        verdict = Verdict.not_judged(str(error), absent=str(error))
     return verdict.as_dict()
 
 

@@ -12,10 +12,21 @@ from collections.abc import Callable, Iterable, Mapping
 from specmortem.triage import reader
 from specmortem.triage.cases import split
 from specmortem.triage.judge import INSUFFICIENT, NONE, Answer, judge
-from specmortem.triage.render import as_html, as_markdown, as_text
+from specmortem.triage.render import as_html, as_markdown, as_text, candidate_rows, headline, next_rows
 from specmortem.triage.report import Report, report
 
-__all__ = ["FORMATS", "INSUFFICIENT", "NONE", "Answer", "Report", "triage", "triage_text"]
+__all__ = [
+    "FORMATS",
+    "INSUFFICIENT",
+    "NONE",
+    "Answer",
+    "Report",
+    "candidate_rows",
+    "headline",
+    "next_rows",
+    "triage",
+    "triage_text",
+]
 
 FORMATS: Mapping[str, Callable[[Report], str]] = types.MappingProxyType(
     {"text": as_text, "json": lambda r: r.as_json() + "\n", "markdown": as_markdown, "html": as_html}

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 
+from specmortem.audit.launch import gpu_of
 from specmortem.triage.facts import PROSE, STATED, Fact, FactBook
 
-GPU_NAMES: Mapping[str, tuple[str, ...]] = {
-    "sm_80": ("A100", "A800", "A30", "GA100", "170HX"),
-    "sm_86": ("3060", "3080", "3090", "A10", "A40", "A4000", "A5000", "A6000"),
-    "sm_89": ("L4", "L40", "L40S", "4090", "4080"),
-    "sm_90": ("H100", "H200", "H800", "H20", "GH200"),
-    "sm_100": ("B100", "B200", "GB200"),
-    "sm_103": ("B300", "GB300"),
-    "sm_120": ("5060", "5070", "5080", "5090", "RTX PRO"),
-    "sm_121": ("GB10", "DGX Spark"),
-}
 CONCURRENT, SINGLE = "many", "single"
 LOW_KV_PERCENT = 30.0
-FIRST_ON_V1, FIRST_ON_V2 = 8, 29
+FIRST_ON_V1 = 8
 _MINOR = re.compile(r"0\.(\d{1,3})\b")
 COMMAND_FLAGS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "model")
 
@@ -37,6 +27,7 @@ def complete(book: FactBook) -> FactBook:
         _concurrency,
         _kv,
         _default_pipeline,
+        _old_engine,
     ):
         result.extend(follow(result))
     return result
@@ -68,13 +59,8 @@ def _because(fact: Fact, name: str, value: str) -> Fact:
 def _architecture(book: FactBook) -> list[Fact]:
     if "arch" in book:
         return []
-    found = (
-        (fact, arch)
-        for fact in book.named("gpu")
-        for arch, names in GPU_NAMES.items()
-        if any(name in fact.value for name in names)
-    )
-    return [_because(fact, "arch", arch) for fact, arch in found][:4]
+    found = ((fact, gpu_of(fact.value)) for fact in book.named("gpu"))
+    return [_because(fact, "arch", f"sm_{gpu}") for fact, gpu in found if gpu][:4]
 
 
 def _one_device(book: FactBook) -> list[Fact]:
@@ -130,17 +116,10 @@ def _kv(book: FactBook) -> list[Fact]:
     )
 
 
-def _runner(book: FactBook) -> list[Fact]:
-    """V0 before vLLM 0.8. From there on V1, and for hybrid models V2 from 0.29 on, where nothing else is stated."""
-    if (
-        "runner" in book
-        or not (found := book.named("version"))
-        or not (match := _MINOR.match(found[0].value))
-    ):
+def _old_engine(book: FactBook) -> list[Fact]:
+    """Releases before 0.8 ran V0 by default; a fork's number says nothing."""
+    found = book.named("version")
+    minor = _MINOR.match(found[0].value) if found else None
+    if minor is None or int(minor[1]) >= FIRST_ON_V1 or "runner" in book or "fork" in book:
         return []
-    minor = int(match[1])
-    if minor < FIRST_ON_V1 and "fork" not in book:
-        return [_because(found[0], "runner", "v0")]
-    if "fork" in book or "hybrid" not in book:
-        return []
-    return [_because(found[0], "runner", "v2" if minor >= FIRST_ON_V2 else "v1")]
+    return [_because(found[0], "runner", "v0")]

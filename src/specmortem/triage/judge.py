@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from specmortem.audit.exposure import Config
 from specmortem.triage import reach
 from specmortem.triage.derived import complete
 from specmortem.triage.facts import Fact, FactBook
@@ -111,7 +112,7 @@ def _weighed(book: FactBook, rules: Rules) -> list[Candidate]:
     return list(all_of.values())
 
 
-def _reachable(candidate: Candidate, book: FactBook, settings: Any) -> None:
+def _reachable(candidate: Candidate, book: FactBook, settings: Config) -> None:
     """What releases and settings say, by the code that `audit` uses."""
     for word in reach.words(candidate.incident, candidate.cause, book, settings):
         argument = Argument(f"reach:{word.kind}", abs(word.weight), word.reason, word.source, word.facts)

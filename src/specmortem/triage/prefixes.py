@@ -9,10 +9,12 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from specmortem.triage.engine_re import compile_text
+from specmortem.triage.symptoms import measured
 
 HEAD = 400  # characters; a prefix that is longer is none
 LONGEST = 16_384  # characters of one record that are read
@@ -56,6 +58,8 @@ _NEXT_RECORD = compile_text(
     r"|(?:INFO|WARNING|ERROR|CRITICAL|DEBUG) \d{2}-\d{2} \d{2}:\d{2}:\d{2} \["
 )
 _MESSAGE_KEYS = ("log", "message", "msg", "MESSAGE", "text", "line")
+_ANSWER_KEYS = {"completion_tokens", "finish_reason"}  # of a client's own record of what it was answered
+_TALK_KEYS = {*_MESSAGE_KEYS, "answer", "completion", "content", "messages", "output", "prompt"}
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,14 @@ class Record:
 def records(line: str) -> Iterator[Record]:
     """The messages of one line, without their prefixes."""
     line = clean(line[:LONGEST])
-    inner = _unwrapped(line)
-    for part in (inner if inner is not None else [line])[:MAX_RECORDS]:
+    data = _object(line)
+    if data.keys() & _ANSWER_KEYS:
+        yield Record(_answer(data))
+        return
+    inner = _messages(data)
+    for part in (inner or [line])[:MAX_RECORDS]:
         for piece in _apart(part):
-            yield replace(_stripped(piece), logged=True) if inner is not None else _stripped(piece)
+            yield replace(_stripped(piece), logged=True) if inner else _stripped(piece)
 
 
 def clean(line: str) -> str:
@@ -89,19 +97,35 @@ def clean(line: str) -> str:
     return line if line.isprintable() else _CONTROL.sub("", line)
 
 
-def _unwrapped(line: str) -> list[str] | None:
-    """The message inside a line of JSON, or None when it is no such line."""
+def _object(line: str) -> dict[str, Any]:
+    """The object that a line of JSON is; an empty one for any other line."""
     start = line.find("{")
     if not 0 <= start <= 1 or '"' not in line:
-        return None
+        return {}
     try:
         data = json.loads(line[start:])
     except (ValueError, RecursionError):
-        return None
-    if not isinstance(data, dict):
-        return None
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _messages(data: Mapping[str, Any]) -> list[str]:
+    """The lines of the message in a collector's object."""
     texts = [data[key] for key in _MESSAGE_KEYS if isinstance(data.get(key), str)]
-    return [clean(part) for part in texts[0].splitlines()] if texts else None
+    return [clean(part) for part in texts[0].splitlines()] if texts else []
+
+
+def _answer(data: Mapping[str, Any]) -> str:
+    """A client's record of an answer, without what was asked and answered unless that repeats itself."""
+    kept = {key: value for key, value in data.items() if key not in _TALK_KEYS or _repeats(value)}
+    try:
+        return clean(json.dumps(kept, ensure_ascii=False))
+    except RecursionError:
+        return ""
+
+
+def _repeats(value: Any) -> bool:
+    return isinstance(value, str) and any(measured(value))
 
 
 def _apart(line: str) -> list[str]:

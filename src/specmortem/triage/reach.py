@@ -16,6 +16,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from specmortem import incident as incidents
+from specmortem.audit import exposure
+from specmortem.audit.exposure import Config
 from specmortem.errors import SpecmortemError
 from specmortem.triage.facts import Fact, FactBook
 
@@ -34,12 +36,11 @@ class Word:
     facts: tuple[Fact, ...] = ()
 
 
-def words(slug: str, cause: str, book: FactBook, settings: Any) -> Iterator[Word]:
-    """Release first, then settings (a `Config`, or None where there is no audit)."""
+def words(slug: str, cause: str, book: FactBook, settings: Config) -> Iterator[Word]:
+    """Release first, then settings."""
     if (fact := _version_fact(book)) and (word := _release(slug, cause, fact, book)):
         yield word
-    if settings is not None:
-        yield from _settings(cause, settings)
+    yield from _settings(cause, settings)
 
 
 def _version_fact(book: FactBook) -> Fact | None:
@@ -96,9 +97,7 @@ def affected_releases(slug: str) -> Mapping[str, str]:
         return {}
 
 
-def _settings(cause: str, settings: Any) -> Iterator[Word]:
-    from specmortem.audit import exposure
-
+def _settings(cause: str, settings: Config) -> Iterator[Word]:
     if cause not in exposure.RULES:
         return
     reach = exposure.reaches(cause, settings)
@@ -114,15 +113,8 @@ def _settings(cause: str, settings: Any) -> Iterator[Word]:
 ATTENTION = {"flashinfer": "FLASHINFER", "flash-attn": "FLASH_ATTN", "triton": "TRITON_ATTN"}
 
 
-def config(book: FactBook) -> Any:
-    """The facts as the `Config` that `audit` judges; what several facts contradict each other on is left open.
-
-    None where this installation has no audit.
-    """
-    try:
-        from specmortem.audit.exposure import Config
-    except ImportError:
-        return None
+def config(book: FactBook) -> Config:
+    """The facts as the `Config` that `audit` judges; what several facts contradict each other on is left open."""
     stated: dict[str, Any] = {
         "version": _plain_version(book),
         "model": book.value("model"),

@@ -107,6 +107,31 @@ def _shown(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return alive[:SHOWN]
 
 
+def candidate_rows(report: Report) -> list[dict[str, str]]:
+    """The main answer's candidates as rows of a table, and what speaks for and against each, with file and line."""
+    return [
+        {
+            "candidate": f"{c['incident']} / {c['cause']}",
+            "score": f"{c['score']:g}",
+            "for": "; ".join(f"{a['weight']:g}: {a['reason']}{_at(a)}" for a in c["for"]),
+            "against": "; ".join(f"{a['weight']:g}: {a['reason']}{_at(a)}" for a in c["against"]),
+        }
+        for c in _shown(report.parts[0].data)
+    ]
+
+
+def next_rows(report: Report) -> list[dict[str, str]]:
+    """The main answer's next experiments as rows of a table, and what each candidate predicts of them."""
+    return [
+        {
+            "next": entry["does"],
+            "how": entry["command"],
+            "predicted": "; ".join(f"{cause}: {told}" for cause, told in entry["separates"].items()),
+        }
+        for entry in report.parts[0].data["next"]
+    ]
+
+
 def _at(argument: Mapping[str, Any]) -> str:
     places = dict.fromkeys(f"{f['file'].rsplit('/', 1)[-1]}:{f['line']}" for f in argument["facts"])
     return f"  [{', '.join(places)}]" if places else ""

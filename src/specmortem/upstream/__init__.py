@@ -8,7 +8,7 @@ whether two trees hold the same code.
 from specmortem.upstream.cache import default_cache
 from specmortem.upstream.errors import LiftError, MissingFileError, NotPresentError
 from specmortem.upstream.lift import Lifted, body_hash, closure_hash, lift, lift_method
-from specmortem.upstream.tree import Tree, give, resolve
+from specmortem.upstream.tree import Tree, give, is_stored, resolve
 
 __all__ = [
     "LiftError",
@@ -20,6 +20,7 @@ __all__ = [
     "closure_hash",
     "default_cache",
     "give",
+    "is_stored",
     "lift",
     "lift_method",
     "resolve",

@@ -128,6 +128,14 @@ def find_wheel(index: str, version: Version) -> Wheel:
     return max(matching, key=lambda wheel: wheel[1])[2]
 
 
+def versions() -> set[Version]:
+    """Every version of vLLM that the index in use has a wheel of.
+
+    Raises UnavailableError when there is none to ask, or it does not answer.
+    """
+    return {version for version, _, _ in _wheels(_page(endpoint()))}
+
+
 def _wheels(page: ProjectPage) -> Iterator[tuple[Version, tuple[Any, ...], Wheel]]:
     """Version, preference and place of each wheel on the page."""
     for package in page.packages:

@@ -97,7 +97,7 @@ class ReleaseTree(Tree):
 
         Raises UnavailableError when it is not cached and cannot be had.
         """
-        root = cache / f"vllm-{version}"
+        root = _stored(version, cache)
         super().__init__(f"vllm=={version}", str(version), root)
         self._release, self._store = version, Store(root)
         if not self._store.manifest["members"]:
@@ -169,16 +169,32 @@ def resolve(subject: str, cache: Path | None = None) -> Tree:
         return _installed()
     if subject.startswith("tree:") and subject != "tree:":
         return _folder(subject, Path(subject.removeprefix("tree:")).expanduser())
+    return ReleaseTree(_release(subject), cache or default_cache())
+
+
+def is_stored(subject: str, cache: Path | None = None) -> bool:
+    """Whether the cache knows the release `vllm==X`, so that `resolve` asks no index for it.
+
+    Raises BadInputError for anything but a release.
+    """
+    return bool(Store(_stored(_release(subject), cache or default_cache())).manifest["members"])
+
+
+def _stored(version: Version, cache: Path) -> Path:
+    """The folder of a release in a cache."""
+    return cache / f"vllm-{version}"
+
+
+def _release(subject: str) -> Version:
     name, _, text = subject.partition("==")
     try:
         if name.strip() != "vllm":
             raise InvalidVersion
-        version = Version(text)
+        return Version(text)
     except InvalidVersion:
         raise BadInputError(
             f"{subject!r} is not a subject: write vllm==X.Y.Z, tree:DIR (DIR holds vllm/) or installed"
         ) from None
-    return ReleaseTree(version, cache or default_cache())
 
 
 def _plain(path: str) -> str:
