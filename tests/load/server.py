@@ -59,6 +59,10 @@ class Exchange:
     async def end(self):
         await self.chunk(b"")
 
+    @property
+    def key(self):
+        return key_of(self.headers)
+
     def recalled(self):
         prompt = self.data.get("prompt") or self.data["messages"][0]["content"]
         key = (re.search(r"the key (\S+) first", prompt) or re.search(r"(\S+):$", prompt))[1]
@@ -133,6 +137,29 @@ async def status(x, code, body="it went wrong"):
 
 async def echo_key(x):
     await x.whole(500, f"you sent {x.headers.get('authorization')}")
+
+
+async def line_with_key(x):
+    """The key from the 76th character of a line that is no field."""
+    await x.begin()
+    await x.chunk("<" * 75 + x.key + "\n\n")
+    await x.end()
+
+
+async def loop_with_key(x):
+    """The key from the 56th character of the unit."""
+    await x.answer(["".join(WORDS)[:55] + x.key] * 10, sep="")
+
+
+async def long_loop_of_key(x):
+    """So long that the last 16,384 characters begin within the key."""
+    await x.answer([x.key] * 2000)
+
+
+async def half_a_key(x):
+    """Close within the key."""
+    await x.begin()
+    await x.text(f"you sent {x.key[:-3]}")
 
 
 async def redirect(x):
@@ -304,6 +331,10 @@ def metrics():
     return "# HELP x y\n" + "\n".join(lines) + "\n"
 
 
+def key_of(headers):
+    return headers.get("authorization", "").removeprefix("Bearer ")
+
+
 async def serve(reader, writer):
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -328,7 +359,8 @@ async def reply(method, path, headers, data, writer):
     elif path == "/metrics" and CUES.get("metrics"):
         await x.whole(200, metrics(), {"Content-Type": "text/plain"})
     elif path == "/v1/models":
-        await x.whole(200, json.dumps({"data": [{"id": CUES.get("model", "toy")}]}))
+        model = CUES.get("model", "toy").replace("{key}", x.key)
+        await x.whole(200, json.dumps({"data": [{"id": model}]}))
     elif method == "POST" and path in ("/v1/chat/completions", "/v1/completions"):
         SEEN["posts"].append(path)
         SEEN["headers"].append(headers)

@@ -1,7 +1,9 @@
 """`specmortem load` on the command line, exit codes, Ctrl-C, and what is never shown."""
 
+import hashlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,13 +13,15 @@ import pytest
 from click.testing import CliRunner
 
 from specmortem.cli import main
+from specmortem.load import command
 from specmortem.load.command import SHAPE_NAMES, load
 from specmortem.load.outcome import Outcome
+from specmortem.load.prompts import Prompt, PromptFile
 from specmortem.load.result import Result, Status
 from specmortem.load.settings import SHAPES
 from specmortem.report.selfcontained import check_self_contained
 
-from .servers import running
+from .servers import running, settings
 
 SMALL = ["--concurrency", "4", "--rounds", "1", "--prompt-tokens", "64", "--max-tokens", "100"]
 COMMAND = [sys.executable, "-c", "from specmortem.cli import main; main()"]
@@ -25,8 +29,8 @@ KEY = 'sk-hush"hush/key'
 
 
 def invoke(url, out, *arguments, env=None):
-    command = ["load", "--url", url, "--out", str(out), *SMALL, *arguments]
-    return CliRunner().invoke(main, command, env=env)
+    words = ["load", "--url", url, "--out", str(out), *SMALL, *arguments]
+    return CliRunner().invoke(main, words, env=env)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,25 @@ def test_bad_input_is_one_line_and_two(tmp_path, arguments, said):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_sent(tmp_path):
+    (tmp_path / "file").write_text("")
+    with running() as server:
+        done = invoke(server.url, tmp_path / "file/deeper")
+        seen = server.seen()
+    assert done.exit_code == 2
+    assert "cannot write to --out" in done.output and done.output.count("\n") == 1
+    assert seen["posts"] == [] and seen["health"] == 0
+
+
+def test_the_command_lets_the_same_hosts_through():
+    hosts = ("far.example", "other.example")
+    shape = vars(SHAPES["short-ramp"])
+    made = settings("http://far.example:8000", shape=shape, model="m", allow_host=hosts)
+    words = shlex.split(made.command())[2:]
+    again = command._settings(load.make_context("load", words).params)
+    assert again == made
+
+
 def test_no_server_is_one_line_and_two(tmp_path):
     done = invoke("http://127.0.0.1:9", tmp_path)
     assert done.exit_code == 2
@@ -100,6 +123,34 @@ def test_the_key_is_sent_and_never_kept(tmp_path):
         assert server.seen()["headers"][0]["authorization"] == f"Bearer {KEY}"
     kept = done.output + "".join(path.read_text() for path in tmp_path.iterdir())
     assert "Bearer [API key]" in kept
+    assert "hush" not in kept
+
+
+@pytest.mark.parametrize(
+    "behaviour, outcome",
+    [
+        ("line_with_key", Outcome.GARBAGE),
+        ("loop_with_key", Outcome.LOOP),
+        ("long_loop_of_key", Outcome.LOOP),
+        ("half_a_key", Outcome.CUT),
+    ],
+)
+def test_no_part_of_the_key_is_kept_where_text_is_cut(tmp_path, behaviour, outcome):
+    with running(requests={"2": behaviour}) as server:
+        done = invoke(server.url, tmp_path, "--stream", "--api-key-env", "TOY_KEY", env={"TOY_KEY": KEY})
+    assert Result.load(tmp_path / "load.json").counts == {Outcome.OK: 4, outcome: 1}
+    kept = done.output + "".join(path.read_text() for path in tmp_path.iterdir())
+    assert "[API key]" in kept
+    assert "hush" not in kept and "sk-h" not in kept
+
+
+def test_a_model_named_after_the_key_is_asked_for_and_never_kept(tmp_path):
+    with running(model="model {key}") as server:
+        done = invoke(server.url, tmp_path, "--api-key-env", "TOY_KEY", env={"TOY_KEY": KEY})
+        assert {body["model"] for body in server.seen()["bodies"]} == {f"model {KEY}"}
+    kept = done.output + "".join(path.read_text() for path in tmp_path.iterdir())
+    assert Result.load(tmp_path / "load.json").model == "model [API key]"
+    assert "--model 'model [API key]'" in kept
     assert "hush" not in kept
 
 
@@ -139,8 +190,29 @@ def test_prompts_of_token_ids(tmp_path, stream):
     assert "token 0 of the answer is 9, expected 2" in found.findings[0].said
     assert sorted(b["prompt"] for b in bodies) == sorted(rows[i % 3]["prompt"] for i in range(7))
     assert all(b["return_token_ids"] for b in bodies)
-    assert found.settings["prompts"]["count"] == 3
-    assert "3 prompts of a file" in (tmp_path / "load.html").read_text()
+    assert found.settings["prompts"] == {
+        "name": "prompts.jsonl",
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "count": 3,
+    }
+    assert "--prompts prompts.jsonl" in found.command
+    page = (tmp_path / "load.html").read_text()
+    assert "3 prompts of a file" in page
+    assert str(tmp_path) not in page + (tmp_path / "load.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ("prompts.jsonl", "prompts.jsonl"),
+        ("../a/p.jsonl", "../a/p.jsonl"),
+        ("/home/someone/p.jsonl", "p.jsonl"),
+    ],
+)
+def test_the_command_names_a_file_without_the_folders_of_this_machine(given, told):
+    prompts = PromptFile(given, "0" * 64, (Prompt("a"),))
+    words = shlex.split(settings("http://127.0.0.1:1", prompts=prompts).command())
+    assert words[words.index("--prompts") + 1] == told
 
 
 @pytest.mark.parametrize(
@@ -166,8 +238,8 @@ def test_interruption_leaves_a_valid_partial_result(tmp_path, which):
     cues = {"requests": {"3": "hang", "4": "hang"}}
     arguments = ["--concurrency", "2", "--requests", "20", "--expect", "clean", "--out", str(tmp_path)]
     with running(**cues) as server:
-        command = [*COMMAND, "load", "--url", server.url, *SMALL, *arguments]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
+        words = [*COMMAND, "load", "--url", server.url, *SMALL, *arguments]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
             wait_for(lambda: len(server.seen()["posts"]) == 5, client)
             client.send_signal(which)
             out, err = client.communicate(timeout=30)
@@ -189,8 +261,8 @@ def wait_for(condition, process):
 def test_a_killed_client_leaves_the_rounds_that_ended(tmp_path):
     arguments = ["--concurrency", "2,1", "--rounds", "2", "--pause", "0", "--out", str(tmp_path)]
     with running(requests={"3": "hang"}) as server:
-        command = [*COMMAND, "load", "--url", server.url, *SMALL, *arguments]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as client:
+        words = [*COMMAND, "load", "--url", server.url, *SMALL, *arguments]
+        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as client:
             wait_for(lambda: len(server.seen()["posts"]) == 4, client)
             os.kill(client.pid, signal.SIGKILL)
     found = Result.load(tmp_path / "load.json")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from unittest import mock
 
 import httpx
@@ -11,9 +12,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from specmortem.errors import BadInputError, UnavailableError
-from specmortem.load import driver
+from specmortem.load import client, driver
 from specmortem.load.outcome import WHOLE, Ask, Ledger, Outcome, Record
 from specmortem.load.result import Result, Status
+from specmortem.load.signs import find_loop
 
 from .servers import settings
 
@@ -142,6 +144,94 @@ def test_counts_sum_to_what_was_sent(whims, stop_at, dies, concurrency, warm_up)
     assert len(listed) == len(set(listed))
     told = json.loads(found.as_json())
     assert Result.from_dict(told).as_dict() == told
+
+
+def judged_by(judge, whim, **shape):
+    """The result of a few whole answers whose loops this judge looks for."""
+    made = settings(
+        "http://127.0.0.1:1", shape={"stream": False, "requests": 3, "concurrency": (1,), **shape}
+    )
+    whim.driver = driver.Driver(made, transport=httpx.MockTransport(whim))
+    with mock.patch.object(driver, "find_loop", judge):
+        return asyncio.run(whim.driver.run())
+
+
+class Clock:
+    """Stands until it is set on."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_judging_takes_no_part_in_the_time_of_a_request():
+    clock = Clock()
+
+    class Second(Whim):
+        async def __call__(self, request):
+            clock.now += request.method == "POST"
+            return await super().__call__(request)
+
+    def judge(text):
+        clock.now += 50.0
+
+    with mock.patch.object(client, "monotonic", clock), mock.patch.object(driver, "monotonic", clock):
+        found = judged_by(judge, Second(["ok"], None, None))
+    assert [r.seconds for r in found.requests] == [1.0] * 4
+    assert [r.started_s for r in found.requests] == [0.0, 101.0, 202.0, 303.0]
+
+
+def test_the_loop_turns_while_an_answer_is_judged():
+    turns = []
+
+    class Looped(Whim):
+        async def __call__(self, request):
+            self.loop = asyncio.get_running_loop()
+            return await super().__call__(request)
+
+    def judge(text):
+        turned = threading.Event()
+        whim.loop.call_soon_threadsafe(turned.set)
+        assert turned.wait(10)
+        turns.append(text)
+
+    whim = Looped(["ok"], None, None)
+    judged_by(judge, whim)
+    assert "one two three" in turns
+
+
+def test_answers_are_counted_in_the_order_in_which_they_came():
+    class Told(driver.Quiet):
+        def closed(self, record):
+            told.append(record.id)
+
+    told = []
+    whim = Whim(["ok"], None, None)
+    made = settings("http://127.0.0.1:1", shape={"stream": False, "requests": 20, "concurrency": (5,)})
+    whim.driver = driver.Driver(made, watcher=Told(), transport=httpx.MockTransport(whim))
+    found = asyncio.run(whim.driver.run())
+    assert told == [r.id for r in found.requests] == sorted(told)
+
+
+def test_an_answer_that_came_is_judged_though_the_run_ends_meanwhile():
+    cancelled = threading.Event()
+    whim = Whim(["ok"], 2, None)
+    cancel = driver._cancel
+
+    async def cancel_and_tell(tasks):
+        await cancel(tasks)
+        cancelled.set()
+
+    def judge(text):
+        if whim.posts == 3:
+            assert cancelled.wait(10)
+        return find_loop("duct" * 60) if text else None
+
+    with mock.patch.object(driver, "_cancel", cancel_and_tell):
+        found = judged_by(judge, whim)
+    assert found.status is Status.INTERRUPTED
+    assert found.counts == {Outcome.LOOP: 3}
 
 
 def test_no_model_and_no_server_are_told():

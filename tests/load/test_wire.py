@@ -1,7 +1,9 @@
 """Requests as they go out, events as they come in, and addresses that are let through."""
 
 import json
+import shlex
 from contextlib import suppress
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from specmortem.errors import BadInputError
 from specmortem.load import address
 from specmortem.load.prompts import WORDS, generate, is_right, read
 from specmortem.load.settings import SHAPES
-from specmortem.load.text import Cleaner, printable
+from specmortem.load.text import REMOVED, Cleaner, printable
 from specmortem.load.wire import Events, GarbageError, body, piece
 
 from .servers import settings
@@ -134,6 +136,35 @@ def test_what_is_kept_is_printable(text):
 @pytest.mark.parametrize("before", [0, 118, 197])
 def test_a_key_is_removed_before_text_is_cut(clean, before):
     assert "sk-" not in clean("x" * before + "sk-key" + "y" * 500)
+
+
+@pytest.mark.parametrize("before", [0, 118, 197, 500])
+def test_a_key_that_the_text_ends_within_is_removed(before):
+    clean = Cleaner("sk-a-long-key")
+    assert clean.without_key("x" * before + "sk-a-long-ke") == "x" * before + "[API key]"
+    assert clean.without_key("x" * before + "sk-a-lo") == "x" * before + "sk-a-lo", "too little to tell"
+    assert clean.without_key("sk-a-long-ke" + "x") == "sk-a-long-kex", "not at the end"
+
+
+@given(st.text("sk-ey/\"'%2Fa", min_size=1, max_size=30), st.text(max_size=50), st.text(max_size=50))
+def test_no_form_of_a_key_is_kept(key, before, after):
+    for form in (key, json.dumps(key)[1:-1], quote(key), quote(key, safe="")):
+        cleaned = Cleaner(key).without_key(before + form + after)
+        assert key not in cleaned.replace(REMOVED, "\0")
+
+
+def test_the_command_is_cleaned_before_it_is_quoted():
+    made = settings("http://127.0.0.1:1", model="a sk'key \x1b[2J")
+    told = made.command(Cleaner("sk'key"))
+    assert shlex.split(told)[shlex.split(told).index("--model") + 1] == "a [API key] \\x1b[2J"
+    assert shlex.split(made.command(Cleaner("max")))[-3:] == shlex.split(made.command())[-3:], (
+        "no option is hit"
+    )
+
+
+def test_a_line_that_is_no_field_is_told_whole():
+    with pytest.raises(GarbageError, match="<html>y{300}"):
+        Events().feed(b"<html>" + b"y" * 300 + b"\n")
 
 
 @pytest.mark.parametrize("api", ["chat", "completions"])

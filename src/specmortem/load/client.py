@@ -41,9 +41,10 @@ class _EndedError(Exception):
 
 @dataclass
 class Reply:
-    """What came back so far. Times are those of `time.monotonic`."""
+    """What came back so far. Times are those of `time.monotonic`; `ended` is set when nothing more can come."""
 
-    started: float = field(default_factory=monotonic)
+    started: float
+    ended: float = 0.0
     outcome: Outcome = Outcome.OK
     reason: str = ""
     status: int | None = None
@@ -124,7 +125,7 @@ class Client:
 
     async def ask(self, ask: Ask) -> Reply:
         """Send one request, once. Never raises for what the server or the network does."""
-        reply = Reply()
+        reply = Reply(monotonic())
         request_s = self.settings.shape.request_s
         try:
             async with asyncio.timeout(request_s):
@@ -140,6 +141,7 @@ class Client:
         except httpx.HTTPError as error:
             reply.outcome = Outcome.DROPPED if reply.status is None else Outcome.CUT
             reply.reason = _told(error)
+        reply.ended = monotonic()
         reply.reason = self.clean(reply.reason)
         return reply
 
@@ -205,7 +207,7 @@ class Client:
                     break
         except (_EndedError, httpx.HTTPError):
             pass
-        said = read[:ERROR_BYTES].decode("utf-8", "replace").strip()
+        said = read.decode("utf-8", "replace").strip()
         raise _EndedError(outcome, f"HTTP {status}" + (f": {said}" if said else ""))
 
     async def _read_stream(self, response: httpx.Response, reply: Reply) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specmortem.errors import BadInputError
+from specmortem.errors import BadInputError, UnavailableError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -90,6 +90,7 @@ def load(ctx: click.Context, /, form: str, out: Path, expect: str | None, **opti
 
     settings = _settings(options)
     key = address.api_key(options["api_key_env"])
+    _check_writable(out)
     result = _run(settings, key, out)
     result.save(out / FILE)
     write_atomically(out / PAGE, render.page(result))
@@ -103,6 +104,20 @@ def load(ctx: click.Context, /, form: str, out: Path, expect: str | None, **opti
     if result.status is Status.WARM_UP_FAILED and Outcome.REFUSED in result.counts:
         raise BadInputError(f"the server refused the warm-up: {result.said}")
     ctx.exit(int(expect == "clean" and not result.clean))
+
+
+def _check_writable(out: Path) -> None:
+    """Make the folder and write in it, before anything is sent. Raises UnavailableError when that fails."""
+    import tempfile
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot write to --out {out}: {error.strerror or error}; give another folder"
+        ) from error
 
 
 def _settings(options: dict[str, Any]) -> Settings:
@@ -126,6 +141,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         health_s=options["health_every"],
         limits=limits,
         prompts=prompts.read(options["prompts"]) if options["prompts"] else None,
+        allow_host=options["allow_host"],
         **{name: options[name] for name in same},
     )
 

@@ -17,8 +17,7 @@ from specmortem.load.outcome import SUSPICIOUS, WHOLE, Ask, Ledger, Outcome, Rec
 from specmortem.load.prompts import is_right
 from specmortem.load.result import Finding, Result, Sign, Status
 from specmortem.load.settings import Settings
-from specmortem.load.signs import early_among_peers, ends_early, find_loop
-from specmortem.load.text import printable
+from specmortem.load.signs import Loop, early_among_peers, ends_early, find_loop
 from specmortem.verdict import versions
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 CONFIRM_S = 0.5
 GRACE_S = 5.0
+LONGEST_VALUE = 1000
 NO_RECALL = "--check: the warm-up, alone on the server, did not recall its value"
 NOT_OFFERED = 501
 
@@ -76,8 +76,9 @@ class Driver:
         self._signs: list[Finding] = []
         self._notes: dict[str, None] = {}
         self._ending = asyncio.Event()
-        self._one_probe = asyncio.Lock()
+        self._one_probe, self._one_judge = asyncio.Lock(), asyncio.Lock()
         self._watches: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
         self._recalls = True
         self._scrapes_failed = self._health_silent = 0
         self._started, self._date = monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
@@ -97,6 +98,7 @@ class Driver:
         finally:
             try:
                 await _cancel([*tasks, *self._watches])
+                await asyncio.gather(*self._closing)
             finally:
                 await self._client.aclose()
         return self._finish()
@@ -113,7 +115,7 @@ class Driver:
         return Result(
             status=self.status,
             said=self.said,
-            command=printable(replace(self.settings, model=self.model).command()),
+            command=replace(self.settings, model=self.model).command(self._fit),
             started=self._date,
             seconds=self._now(),
             model=self._client.clean(self.model),
@@ -131,6 +133,10 @@ class Driver:
 
     def _now(self) -> float:
         return monotonic() - self._started
+
+    def _fit(self, text: str) -> str:
+        """A name or a path, fit to keep."""
+        return self._client.clean(text, LONGEST_VALUE)
 
     async def _ended(self) -> None:
         await self._ending.wait()
@@ -161,7 +167,8 @@ class Driver:
             if _is_ill(status):
                 raise UnavailableError(f"{url}/health says {status}; start the server anew")
             if not self.model:
-                self.model = self._client.model = _first_model(*await self._client.get("/v1/models"))
+                self._client.model = _first_model(*await self._client.get("/v1/models"))
+                self.model = self._fit(self._client.model)
         except (NoAnswerError, TimeoutError) as error:
             why = str(error) or "no answer in time"
             raise UnavailableError(
@@ -187,12 +194,13 @@ class Driver:
                 return
             self.ledger.send(ask, self._now())
             self._watcher.sent(ask)
-            started = self._now()
             reply = await self._client.ask(ask)
-            record = self._record(ask, reply, started)
-            self.ledger.close(record)
-            self._watcher.closed(record)
-            if record.outcome in SUSPICIOUS:
+            # An answer that came is judged and counted, even if the run ends meanwhile.
+            closing = asyncio.create_task(self._close(ask, reply))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            await asyncio.shield(closing)
+            if reply.outcome in SUSPICIOUS:
                 await self._check_health()
 
     def _after_warm_up(self, records: tuple[Record, ...]) -> None:
@@ -203,14 +211,24 @@ class Driver:
         if any(record.outcome is Outcome.LOOP for record in records):
             self._note("the warm-up, alone on the server, looped too: a loop under load says little here")
 
-    def _record(self, ask: Ask, reply: Reply, started: float) -> Record:
-        """The record of a reply, with the text judged where it is whole."""
-        text, clean = "".join(reply.text), self._client.clean
+    async def _close(self, ask: Ask, reply: Reply) -> None:
+        """Judge a reply where it is whole, and give its request the outcome."""
+        text = "".join(reply.text)
         outcome, reason = reply.outcome, reply.reason
         if outcome is Outcome.OK:
-            outcome, reason = self._judged(ask, reply, text)
+            # In a thread, so that other answers are read and timed meanwhile; in turn, as threads slow each other.
+            async with self._one_judge:
+                loop = await asyncio.to_thread(_unexpected_loop, ask, self._client.clean.without_key(text))
+            outcome, reason = self._judged(ask, reply, text, loop)
         if outcome is Outcome.OK and reply.completion_tokens is None:
             self._note("the server gave no usage for some answers: their tokens were not counted")
+        record = self._record(ask, reply, text, outcome, reason)
+        self.ledger.close(record)
+        self._watcher.closed(record)
+
+    def _record(self, ask: Ask, reply: Reply, text: str, outcome: Outcome, reason: str) -> Record:
+        """The record of a reply, everything in it fit to keep."""
+        clean = self._client.clean
         at = [when - reply.started for when in reply.text_at]
         gaps = [later - sooner for sooner, later in zip(at, at[1:], strict=False)]
         return Record(
@@ -218,8 +236,8 @@ class Driver:
             ask.round,
             outcome,
             clean(reason),
-            started,
-            self._now() - started,
+            reply.started - self._started,
+            reply.ended - reply.started,
             first_text_s=at[0] if at else None,
             longest_gap_s=max(gaps, default=None),
             status=reply.status,
@@ -232,13 +250,13 @@ class Driver:
             excerpt=clean.ends(text),
         )
 
-    def _judged(self, ask: Ask, reply: Reply, text: str) -> tuple[Outcome, str]:
-        """Outcome and reason of a whole answer by its text alone."""
+    def _judged(self, ask: Ask, reply: Reply, text: str, loop: Loop | None) -> tuple[Outcome, str]:
+        """Outcome and reason of a whole answer by its text alone, in which `loop` was found."""
         if reply.finish_reason == "repetition":
             return Outcome.LOOP, "finish_reason repetition: the server saw a loop"
         settings = self.settings
         right = settings.check and is_right(ask.expected, text, tuple(reply.token_ids))
-        if not _should_loop(ask) and (loop := find_loop(text)):
+        if loop:
             return Outcome.LOOP, f"{loop.unit[:60]!r} {loop.times} times over {loop.characters} characters"
         asked = ask.max_tokens if settings.ignore_eos else settings.min_tokens
         if why := ends_early(reply.finish_reason, text, reply.completion_tokens, asked):
@@ -330,10 +348,10 @@ def _first_model(status: int, text: str) -> str:
         ) from None
 
 
-def _should_loop(ask: Ask) -> bool:
-    """Whether the token ids that are expected repeat themselves, so that a loop is no sign."""
+def _unexpected_loop(ask: Ask, text: str) -> Loop | None:
+    """The loop in an answer; None also where the token ids that are expected repeat themselves."""
     told = "" if isinstance(ask.expected, str) else "".join(f"{id} " for id in ask.expected)
-    return find_loop(told) is not None
+    return None if find_loop(told) else find_loop(text)
 
 
 def _missed(ask: Ask, token_ids: list[int]) -> str:

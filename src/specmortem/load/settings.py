@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from specmortem.errors import BadInputError
 from specmortem.load.outcome import Ask
 from specmortem.load.prompts import LONGEST, TOKENS_PER_PAIR, Api, Prompt, PromptFile, generate
+from specmortem.load.text import printable
 
 Range = tuple[int, int]
 MOST_CONCURRENT = 1024
@@ -107,7 +109,8 @@ class Limits:
 class Settings:
     """One run: where to, what, and how much at most.
 
-    `url` is a root that `address.base_url` let pass; prompts of a file, taken in turn, stand in place of made ones.
+    `url` is a root that `address.base_url` let pass with `allow_host`; prompts of a file, taken in turn, stand in place
+    of made ones.
     """
 
     url: str
@@ -123,6 +126,7 @@ class Settings:
     health_s: float = 2.0
     limits: Limits = field(default_factory=Limits)
     prompts: PromptFile | None = None
+    allow_host: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises BadInputError when options contradict each other."""
@@ -171,18 +175,21 @@ class Settings:
         return self.prompts.prompts[turn % len(self.prompts.prompts)]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON form; of prompts in a file their number and its hash."""
+        """JSON form; of prompts in a file their number, and the file's name and hash."""
         made = asdict(replace(self, prompts=None))
         if self.prompts:
             made["prompts"] = {
-                "path": self.prompts.path,
+                "name": printable(Path(self.prompts.path).name),
                 "sha256": self.prompts.sha256,
                 "count": len(self.prompts.prompts),
             }
         return made
 
-    def command(self) -> str:
-        """The command line that makes this run again, without --allow-host and --api-key-env."""
+    def command(self, clean: Callable[[str], str] = printable) -> str:
+        """The command line that makes this run again, without --api-key-env, each value made fit to keep by `clean`.
+
+        Of an absolute path of --prompts only the file's name is told: run it in that folder.
+        """
         shape, limits = self.shape, self.limits
         options: dict[str, object] = {
             "--url": self.url,
@@ -208,12 +215,19 @@ class Settings:
             "--max-requests": limits.requests,
             "--max-time": limits.run_s,
             "--max-bytes": limits.response_bytes,
-            "--prompts": self.prompts.path if self.prompts else "",
+            "--prompts": _without_folders(self.prompts.path) if self.prompts else "",
         }
         flags = ["--stream" if shape.stream else "--no-stream"]
         flags += ["--check"] * self.check + ["--ignore-eos"] * self.ignore_eos
-        words = [word for name, value in options.items() if value != "" for word in (name, str(value))]
+        pairs = [(name, value) for name, value in options.items() if value != ""]
+        pairs += [("--allow-host", host) for host in self.allow_host]
+        words = [word for name, value in pairs for word in (name, clean(str(value)))]
         return shlex.join(["specmortem", "load", *words, *flags])
+
+
+def _without_folders(path: str) -> str:
+    """A path as it was given, or its last part where it is absolute and so of this machine alone."""
+    return Path(path).name if Path(path).is_absolute() else path
 
 
 def _between(bounds: Range, at: float) -> int:

@@ -29,6 +29,7 @@ WINDOW, LONGEST_UNIT = 16_384, 500
 RULING = frozenset("-=_*#~.|+:")
 PEERS, PEER_MEDIAN, PEER_SHARE = 8, 64, 0.1
 Codes = npt.NDArray[np.uint32]
+Breaks = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,11 @@ def find_loop(text: str) -> Loop | None:
     tail = text[-WINDOW:]
     codes: Codes = np.frombuffer(tail.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     for period in range(1, min(LONGEST_UNIT, len(codes) // 4) + 1):
-        start, length = _longest_run(codes, period)
+        breaks = np.flatnonzero(codes[period:] != codes[:-period])
+        start, length = _longest_run(breaks, len(codes), period)
         if _is_loop(tail[start : start + period], length, at_end=False):
             return Loop(tail[start : start + period], length // period, length)
-        start = len(codes) - (length := _run_at_end(codes, period))
+        start, length = _run_at_end(breaks, len(codes))
         if _is_loop(tail[start : start + period], length, at_end=True):
             return Loop(tail[start : start + period], length // period, length)
     return None
@@ -61,19 +63,21 @@ def _is_loop(unit: str, length: int, *, at_end: bool) -> bool:
     return (times >= 8 and length >= (48 if at_end else 200)) or (times >= 4 and length >= 1000)
 
 
-def _longest_run(codes: Codes, period: int) -> tuple[int, int]:
-    """(start, characters) of the longest stretch in which each character equals the one a period before it."""
-    breaks = np.flatnonzero(codes[period:] != codes[:-period])
-    edges = np.concatenate(([-1], breaks, [len(codes) - period]))
+def _longest_run(breaks: Breaks, length: int, period: int) -> tuple[int, int]:
+    """(start, characters) of the longest stretch in which each character equals the one a period before it.
+
+    `breaks` are the places whose character differs from the one a period later, `length` is that of the text.
+    """
+    edges = np.concatenate(([-1], breaks, [length - period]))
     gaps = np.diff(edges) - 1
     widest = int(np.argmax(gaps))
     return int(edges[widest]) + 1, int(gaps[widest]) + period
 
 
-def _run_at_end(codes: Codes, period: int) -> int:
-    breaks = np.flatnonzero(codes[period:] != codes[:-period])
-    last = int(breaks[-1]) if len(breaks) else -1
-    return len(codes) - (last + 1)
+def _run_at_end(breaks: Breaks, length: int) -> tuple[int, int]:
+    """(start, characters) of the stretch that reaches the end of the text."""
+    start = int(breaks[-1]) + 1 if len(breaks) else 0
+    return start, length - start
 
 
 def ends_early(finish_reason: str, text: str, tokens: int | None, asked: int) -> str:

@@ -147,6 +147,6 @@ class Events:
             return
         name, colon, value = text.partition(":")
         if name not in FIELDS or not (name or colon):
-            raise GarbageError(f"a line that is no event field: {text[:80]}")
+            raise GarbageError(f"a line that is no event field: {text}")
         if name == "data":
             self._data.append(value.removeprefix(" "))
