@@ -23,7 +23,6 @@ needs_absence = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a
     ("function", "kwargs"),
     [
         ("overwritten_plan", {}),
-        ("layout", {"lengths": [40]}),
         ("cross_check", {}),
         ("loop", {"arm": "before"}),
     ],
@@ -192,5 +191,6 @@ def test_only_the_arm_before_reads_other_plans(simulated, arm, effect):
 def test_the_planner_agrees_with_itself_through_the_library(simulated):
     found = real.cross_check(batches=20)
     assert (found["effect"], found["differences"]) == ("equal", 0) and 0 < found["split"] < 20
-    one = real.layout([40, 7000])
+    attention = real.Attention(1000, 2)
+    one = real._laid_out(attention, attention.wrapper(), [40, 7000])
     assert one["lengths"] == [40, 7000] and one["arrays"]["merge_indptr"][-1] == one["info"]["num_padded"]

@@ -71,9 +71,12 @@ ENDS: list[tuple[Arm, str, str]] = [
     (arm("kill_itself", number=int(signal.SIGRTMIN) + 1), "signal", f"signal {int(signal.SIGRTMIN) + 1}"),
     (arm("abort_saying", text="no reason\n"), "signal", "SIGABRT"),
     (
-        arm("abort_saying", text="CUDA error: an illegal memory access was encountered\n"),
+        arm(
+            "abort_saying",
+            text="first\n what(): CUDA error: an illegal memory access was encountered\nmore\n",
+        ),
         "illegal-address",
-        "SIGABRT",
+        "SIGABRT: what(): CUDA error: an illegal memory access was encountered",
     ),
     (arm("exit_at_once", code=3), "python-error", "exit code 3 without an outcome"),
     (arm("exit_at_once", code=0), "python-error", "exit code 0 without an outcome"),
@@ -94,6 +97,11 @@ ENDS: list[tuple[Arm, str, str]] = [
 @pytest.fixture(scope="module")
 def ends(experiments_can_be_imported: None) -> list[Ended]:
     return run_arms([end[0] for end in ENDS])
+
+
+def test_a_death_without_a_known_line_is_the_signal_alone(ends: list[Ended]) -> None:
+    texts = {end.arm.kwargs["text"]: end.message for end in ends if end.arm.label == "abort_saying"}
+    assert texts["no reason\n"] == "SIGABRT" and all("more" not in message for message in texts.values())
 
 
 @pytest.mark.parametrize("index", range(len(ENDS)), ids=lambda i: f"{i}-{ENDS[i][0].label}")

@@ -59,7 +59,7 @@ def test_the_public_row_is_the_first_that_does_not_fit_the_default_workspace():
     assert layouts.RTX_5090.max_chunks == 85 and layouts.H200.max_chunks == 66
 
 
-def test_faults_grow_with_concurrency():
+def test_at_170_sms_more_fault_at_16_requests_than_at_4_and_than_at_3():
     rows = {row["batch"]: row for row in layouts.growth()["rows"]}
     assert rows[1]["read"] == rows[2]["read"] == 0
     assert rows[3]["read_rate"] < rows[4]["read_rate"] < rows[16]["read_rate"]
@@ -135,6 +135,7 @@ def test_a_found_layout_has_what_was_asked_for(kind):
 
 def test_the_contract_on_the_simulator():
     asked = [("before", {"k": k}) for k in range(1, 6)] + [(arm, {"k": 5}) for arm in FAST]
+    asked += [("no-page-kernel", {"k": k}) for k in (3, 4)]
     ended = run_arms(
         [
             Arm("specmortem.experiments.mtp_loop:schedules", {"arm": arm, **more}, timeout_s=120)
@@ -143,18 +144,19 @@ def test_the_contract_on_the_simulator():
     )
     found = {(end.value["arm"], end.value["k"]): end.value for end in ended}
     faults = {key: (value["faults"], value["schedules"]) for key, value in found.items()}
-    assert [faults["before", k] for k in range(1, 6)] == [(0, 1), (0, 1), (0, 1), (1, 2), (3, 5)]
+    assert [faults["before", k] for k in range(1, 6)] == [(0, 1), (0, 1), (1, 2), (3, 5), (9, 13)]
+    assert [faults["no-page-kernel", k] for k in (3, 4)] == [(0, 1), (1, 2)]
     assert all(found[arm, 5]["effects"] == {"clean": found[arm, 5]["schedules"]} for arm in FAST)
     assert set(FIXED) <= set(FAST)
 
 
 def test_waiting_for_another_stream_helps_nothing():
-    assert loop.schedules("wrong-stream-sync", k=4)["faults"] == 1
+    assert loop.schedules("wrong-stream-sync", k=4)["faults"] == loop.schedules("before", k=4)["faults"] == 3
 
 
 def test_a_constant_plan_is_read_wrong_without_leaving_memory():
     found = loop.schedules("constant-plan", k=4)
-    assert found["faults"] == 0 and found["effects"] == {"clean": 1, "wrong-plan": 1}
+    assert found["faults"] == 0 and found["effects"] == {"clean": 2, "wrong-plan": 3}
 
 
 def test_without_speculative_metadata_three_tokens_are_enough():
@@ -163,17 +165,21 @@ def test_without_speculative_metadata_three_tokens_are_enough():
     assert loop.schedules("event", k=3, metadata=False)["effects"] == {"clean": 1}
 
 
-def test_three_tokens_are_safe_only_as_long_as_the_first_copy_is_prompt():
-    lens = loop.case("before", metadata=False).lens
-    assert loop.schedules("before", k=3, lens=lens)["effects"] == {"clean": 1}
-    assert loop.schedules("before", k=3, lens=lens, prompt=False)["faults"] == 1
+def test_three_tokens_fault_when_the_page_ids_of_the_first_build_are_late():
+    found = loop.schedules("before", k=3)
+    assert found["effects"] == {"clean": 1, "illegal-address": 1}
+    assert found["witness"]["illegal-address"]["read_plans"] == {"1": {"2": 1}}
 
 
-def test_a_schedule_that_faults_can_be_run_again():
-    witness = loop.schedules("before", k=4)["witness"]["illegal-address"]
-    again = loop.replayed("before", witness["choices"], k=4)
-    assert again["effect"] == "illegal-address" and again["why"] == witness["why"]
-    assert again["read_plans"]["2"] == {"3": 1}
+def test_two_steps_of_two_drafts_are_safe_only_if_the_host_waits_between_them():
+    free, waits = (loop.two_steps(target_waits) for target_waits in (False, True))
+    assert free["effects"] == {"clean": 1, "illegal-address": 1} and waits["effects"] == {"clean": 1}
+    assert "merge_kernel" in free["witness"]["illegal-address"]["why"] and waits["witness"] == {}
+
+
+def test_a_model_replayed_from_graphs_races_as_the_eager_one():
+    eager, graphs = (loop.schedules("before", k=3, graphs=graphs) for graphs in (False, True))
+    assert graphs["graphs"] and graphs["effects"] == eager["effects"]
 
 
 @pytest.mark.parametrize(("busy", "values"), [(False, {0}), (True, {0, 1})])
@@ -219,10 +225,6 @@ def test_launch_blocking_hides_it():
     assert loop.steps("launch-blocking", k=4)["effect"] == "clean"
 
 
-def test_graphs_and_eager_agree():
-    assert loop.steps("event", k=2, graphs=True)["effect"] == "clean"
-
-
 def test_the_state_after_a_lost_race_faults_without_a_race():
     found, own = loop.overtaken(), loop.overtaken(later=0)
     assert found["effect"] == "illegal-address" and "merge_kernel" in found["why"]
@@ -237,6 +239,15 @@ def test_which_plans_race_is_as_derived():
     assert all(row["measured"] == row["derived"] for row in found["rows"])
     assert [found["threshold"][str(k)] for k in (1, 2, 3)] == [None] * 3
     assert [found["threshold"][str(k)] for k in (4, 5, 6)] == pytest.approx([2, 1.5, 4 / 3], abs=0.02)
+    assert found["pages_threshold"] == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("pages", "pairs"), [(0.4, [(3, 4)]), (0.6, [(2, 3), (3, 4)]), (1.1, [(1, 2), (2, 3), (3, 4)])]
+)
+def test_page_ids_that_take_their_time_make_earlier_copies_late(pages, pairs):
+    found = loop.overwrites(loop._timed_step(5, 1.0, True, pages=pages).trace)
+    assert [(j, j + 1) for j, _ in found] == pairs == loop.derived_pairs(5, 1.0, pages=pages)
 
 
 def test_timeline_marks_the_copies_that_carried_a_later_plan():
@@ -248,10 +259,26 @@ def test_timeline_marks_the_copies_that_carried_a_later_plan():
     assert [copy["carried"] for copy in loop.timeline("fresh")["copies"]] == [1, 2, 3, 4]
 
 
-def test_price_gives_a_ratio_for_every_arm():
-    found = loop.price("sim", ["before", "event", "stream-sync"], [2], steps=1, rounds=1)
-    assert [row["arm"] for row in found["rows"]] == ["before", "event", "stream-sync"]
-    assert found["rows"][0]["to_before"] == 1.0
+def test_price_gives_ratios_of_the_median_times(monkeypatch):
+    told = {"before": [9.0, 100.0, 101.0], "event": [9.0, 101.0, 102.0], "stream-sync": [9.0, 120.0, 80.0]}
+    times = {arm: iter(found) for arm, found in told.items()}
+    monkeypatch.setattr(loop, "_time", lambda dev, one, steps, target_us: next(times[one.case.arm.name]))
+    rows = {row["arm"]: row for row in loop.price("sim", list(told), [2], steps=1, rounds=2)["rows"]}
+    assert [row["step_us"] for row in rows.values()] == [100.5, 101.5, 100.0]
+    assert rows["event"]["to_before"] == pytest.approx(101.5 / 100.5) and rows["before"]["to_before"] == 1
+    assert rows["before"]["to_stream-sync"] == pytest.approx(1.005)
+
+
+def test_a_step_that_is_priced_does_all_of_its_work():
+    dev = device.open("sim", schedule="timed")
+    one = loop.Loop(dev, loop.case("event", k=3, layout="benign", forward_us=500.0), [])
+    assert loop._time(dev, one, 1, 2000.0) > 0
+    spun = [
+        record.end_us - record.start_us
+        for record in dev.trace
+        if record.what == "spin" and record.by == "queue"
+    ]
+    assert spun == [2000.0, 500.0, 500.0] and len(one.proposer.plans) == 2
 
 
 # Hypotheses

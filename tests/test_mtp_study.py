@@ -5,11 +5,12 @@ import pandas as pd
 import pytest
 
 from specmortem import incident
+from specmortem.errors import BadInputError
 from specmortem.experiments import mtp_detect, mtp_layouts, mtp_loop, study
 from specmortem.experiments import mtp_study as mtp
 from specmortem.isolation import Arm, Ended
 from specmortem.report import mtp_figures
-from specmortem.verdict import Evidence, Row
+from specmortem.verdict import Evidence, Row, Verdict
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 DATA = Path(__file__).parents[1] / "data"
@@ -43,11 +44,12 @@ def deciding(**outcomes):
 def test_a_schedule_row_counts_every_schedule_that_is_not_clean():
     value = mtp_loop.schedules("before", k=4)
     made = mtp._schedule_row(Ended(STEPS, "value", value), "schedules/before/k4", "before")
-    assert (made.outcome, made.runs, made.faults) == ("fault", 2, 1)
+    assert (made.outcome, made.runs, made.faults) == ("fault", 5, 3)
+    assert "upper_bound_95" not in made.evidence.detail
     assert made.evidence.place.startswith("merge_kernel (split_attention.py:")
     assert made.evidence.witness.startswith("schedule [")
     line = mtp.schedule_table([made]).iloc[0]
-    assert (line["arm"], line["K"], line["illegal address"], line["clean"]) == ("before", "4", "1", "1")
+    assert (line["arm"], line["K"], line["illegal address"], line["clean"]) == ("before", "4", "3", "2")
 
 
 def test_a_clean_schedule_row_has_no_witness():
@@ -74,7 +76,10 @@ def test_steps_are_counted_and_mismatched_ones_are_faults():
     assert mtp.steps_row(ILLEGAL, "steps/event/k5", "after", 0).outcome == "fault"
 
 
-@pytest.mark.parametrize(("device", "controls"), [("sim", ["before"]), ("cuda", ["before", "before"])])
+@pytest.mark.parametrize(
+    ("device", "controls"),
+    [("sim", []), ("cuda", [("before", 3, 9), ("no-page-kernel", 3, 3), ("before", 5, 9)])],
+)
 def test_on_a_gpu_the_unguarded_loop_runs_beside_the_others(device, controls, monkeypatch):
     asked = []
 
@@ -84,10 +89,36 @@ def test_on_a_gpu_the_unguarded_loop_runs_beside_the_others(device, controls, mo
         return [dataclasses.replace(finished("clean"), arm=arm) for arm in arms]
 
     monkeypatch.setattr(mtp, "run_arms", run_arms)
-    rows = mtp.long_rows(device, 0, 3, 150.0, 9)
-    assert [arm.kwargs["arm"] for arm in asked] == [*mtp.LONG_RUNS, *controls]
+    rows = mtp.long_rows(device, 0, 9, 150.0, 9)
+    expected = [*((arm, 5, 9) for arm in mtp.LONG_RUNS), *controls]
+    assert [tuple(arm.kwargs[name] for name in ("arm", "k", "steps")) for arm in asked] == expected
     assert {arm.device for arm in asked} == {device}
-    assert [row.arm for row in rows if row.arm == mtp.UNGUARDED] == [mtp.UNGUARDED] * (device == "cuda")
+    assert [row.arm for row in rows if row.arm in mtp.UNGUARDED] == list(mtp.UNGUARDED) * (device == "cuda")
+
+
+def test_a_price_judges_nothing_and_says_why_there_is_none(monkeypatch):
+    measured = {"device": {"name": "H200"}, "forward_us": 3000.0, "rows": []}
+    monkeypatch.setattr(mtp, "run_arms", lambda _: [Ended(STEPS, "value", measured)])
+    made = mtp.price_row(0, 5, 2)
+    assert (made.outcome, made.runs, made.evidence.reason) == (
+        "not-judged",
+        0,
+        "a measurement, not a verdict",
+    )
+    assert mtp.price_of([row("x", "clean"), made]) == (measured, "H200, forwards of 3,000 us")
+    monkeypatch.setattr(mtp, "run_arms", lambda _: [Ended(STEPS, "timeout", message="killed after 400 s")])
+    assert mtp.price_of([mtp.price_row(0, 5, 2)]) == ({}, "timeout: killed after 400 s")
+    assert mtp.price_of([]) == ({}, "not yet run on a GPU")
+
+
+def test_three_drafts_of_a_release_are_a_row_of_their_own(monkeypatch):
+    def run_arms(arms, cuda_parallel):
+        verdicts = [Verdict("fault", Evidence(observed="plan 2")), Verdict("clean")]
+        return [Ended(arm, "value", verdict.as_dict()) for arm, verdict in zip(arms, verdicts, strict=True)]
+
+    monkeypatch.setattr(mtp, "run_arms", run_arms)
+    found = [(row.arm, row.subject, row.outcome, row.faults) for row in mtp.three_draft_rows("sim")]
+    assert found == [("released-k3", "vllm==0.28.0", "fault", 1), ("released-k3", "vllm==0.30.0", "clean", 0)]
 
 
 def test_the_real_librarys_loops_become_rows():
@@ -153,6 +184,13 @@ def test_a_hypothesis_row_says_what_the_hypothesis_is_about():
 # Detector
 
 
+def test_a_cuda_process_without_launch_blocking_is_refused_before_it_is_watched(monkeypatch):
+    monkeypatch.setattr(mtp_detect, "case", lambda arm, *_, **__: mtp_loop.case(arm, k=2, layout="benign"))
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    with pytest.raises(BadInputError, match="CUDA_LAUNCH_BLOCKING=1"):
+        mtp_detect.first_step("launch-blocking", device="cuda")
+
+
 @pytest.mark.parametrize(
     ("arm", "k", "effect", "reported"),
     [
@@ -199,10 +237,11 @@ def test_the_split_table_tells_pairs_thresholds_and_steps_without_metadata():
 
 
 def test_layout_tables_hold_what_the_search_found():
-    grown = {"card": mtp_layouts.growth("h200", trials=2000)["rows"]}
+    grown = {"some SMs (card)": mtp_layouts.growth("h200", trials=2000)["rows"]}
     table = mtp.growth_table(grown)
-    row = grown["card"][5]
-    assert table["card"][5] == f"{row['layout_changes']} / {row['read']} / {row['write']}"
+    row = grown["some SMs (card)"][5]
+    column = "card: changes / reads / stores"
+    assert table[column][5] == f"{row['layout_changes']} / {row['read']} / {row['write']}"
     worked = mtp.examples_table([mtp_layouts.example("h200", mtp_layouts.WORKED_EXAMPLE)])
     assert worked.iloc[0]["read"] == "[15, 14, 39, 48, 0]" and worked.iloc[0]["consequence"] == "read"
     assert len(mtp_figures.growth(grown, "told").axes) == 1

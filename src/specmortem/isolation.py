@@ -47,6 +47,7 @@ Kind = Literal[
     "python-error",
 ]
 STDERR_TAIL = 4000  # characters of an `Ended`
+LINE_SHOWN = 200  # characters of the stderr line in the message of a death
 STDERR_READ = 1 << 16  # bytes that the kind of an abort is judged on
 MOST_PARALLEL = 8
 GRACE_S = 10.0  # for the supervisor to kill its children and leave
@@ -379,7 +380,7 @@ def _judge(arm: Arm, report: Mapping[str, Any], record: Path, stderr: str) -> tu
         return "timeout", None, f"killed after {arm.timeout_s:g} s"
     if code < 0:
         kind = death_kind(-code, stderr, oom_killed=report["oom_killed"])
-        return kind, None, signal_name(-code)
+        return kind, None, _death_message(signal_name(-code), kind, stderr)
     if code > 0 or not record.exists():
         return (
             "python-error",
@@ -429,6 +430,16 @@ def death_kind(number: int, stderr: str, *, oom_killed: bool = False) -> Kind:
 def cuda_text_kind(text: str) -> Kind | None:
     """Kind of the CUDA error that a text tells of; None when it tells of none."""
     return next((kind for kind, pattern in CUDA_TEXTS if re.search(pattern, text)), None)
+
+
+def _death_message(name: str, kind: Kind, stderr: str) -> str:
+    """The signal, and the line of stderr that gave the death its kind."""
+    patterns = [pattern for known, pattern in CUDA_TEXTS if known == kind]
+    if kind == "out-of-memory":
+        patterns.append(HOST_MEMORY)
+    lines = (line.strip() for line in stderr.splitlines())
+    told = next((line for line in lines if any(re.search(pattern, line) for pattern in patterns)), "")
+    return f"{name}: {told[:LINE_SHOWN]}" if told else name
 
 
 def signal_name(number: int) -> str:

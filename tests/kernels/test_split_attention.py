@@ -170,18 +170,30 @@ def test_a_row_of_mask_bytes_stores_out_of_the_workspace():
 def test_what_lies_between_the_arrays_stays():
     planner = Planner(Geometry(5, 1, 1, 8))
     plan = planner.plan([208, 407, 492, 417])
-    for piecewise in (False, True):
-        block = np.full(plan.nbytes + 9, 7, dtype=np.uint8)
-        plan.fill(block, piecewise)
-        used = np.zeros(len(block), dtype=bool)
-        for name, at in plan.offsets.items():
-            used[at : at + plan.arrays[name].nbytes] = True
-        assert (block[~used] == 7).all() and (block[: plan.nbytes][used[:-9]] == plan.image[used[:-9]]).all()
+    block = np.full(plan.nbytes + 9, 7, dtype=np.uint8)
+    plan.fill(block)
+    used = np.zeros(len(block), dtype=bool)
+    for name, at in plan.offsets.items():
+        used[at : at + plan.arrays[name].nbytes] = True
+        assert (block[at : at + plan.arrays[name].nbytes] == plan.arrays[name].view(np.uint8)).all()
+    assert (block[~used] == 7).all()
+
+
+@pytest.mark.parametrize("pages", [(2, 3), (0, 1), (2, 1100)])
+def test_page_ids_are_gathered_one_request_after_the_other_and_none_behind_the_table(pages):
+    columns = 1050
+    table = torch.arange(1, 1 + 2 * columns, dtype=torch.int32).reshape(2, columns)
+    pointers = torch.tensor([0, *np.cumsum(pages)], dtype=torch.int32)
+    found = torch.full([sum(pages) + 1], -1, dtype=torch.int32)
+    split_attention.gather_pages(table, pointers, found)
+    padded = torch.nn.functional.pad(table, (0, 100))
+    expected = torch.cat([row[:count] for row, count in zip(padded, pages, strict=True)])
+    assert found.tolist() == [*expected.tolist(), -1]
 
 
 @pytest.mark.parametrize(
     ("options", "held"),
-    [({}, 1), ({"wait": True}, 0), ({"fresh": True}, 0), ({"pinned": False}, 0), ({"piecewise": True}, 1)],
+    [({}, 1), ({"wait": True}, 0), ({"fresh": True}, 0), ({"pinned": False}, 0)],
 )
 def test_the_first_copy_carries_the_second_plan_unless_the_buffer_is_guarded(options, held):
     dev = device.open("sim", schedule="lazy")

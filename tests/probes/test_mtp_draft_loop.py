@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 
 from specmortem import probes, upstream
 from specmortem.errors import UnavailableError
@@ -48,6 +49,26 @@ def test_a_stream_that_has_caught_up_proves_nothing():
     assert verdict.outcome == "not-judged" and verdict.evidence.detail["caught_up"]
 
 
+class Tree:
+    subject = "vllm==0.0.0"
+
+    @staticmethod
+    def first(paths):
+        return paths[0]
+
+
+@pytest.mark.parametrize(
+    ("read", "busy", "expected"),
+    [([1], [True, True], "clean"), ([1], [True, False], "not-judged"), ([2], [True, False], "fault")],
+)
+def test_a_release_is_clean_only_on_a_stream_that_never_caught_up(read, busy, expected, monkeypatch):
+    monkeypatch.setattr(upstream, "body_hash", lambda *_: "hash")
+    drafted = mtp_draft_loop.Drafted([[1]], [torch.tensor(read)], [1, 1], busy)
+    verdict = mtp_draft_loop._plan_verdict(Tree(), {"rejections known": drafted}, "cuda", 2)
+    assert verdict.outcome == expected
+    assert bool(verdict.evidence.detail.get("caught_up")) == (expected == "not-judged")
+
+
 def test_flashinfer_subjects_need_a_gpu_and_one_cause():
     verdicts = probes.judge_many([(cause, "flashinfer==0.6.11.post2") for cause in CAUSES])
     assert [verdict.outcome for verdict in verdicts] == ["not-judged"] * len(CAUSES)
@@ -86,6 +107,17 @@ def test_the_host_waits_in_the_builds_that_read_lengths_from_the_device(version,
     tree(version)
     waits = judged("plan-staging-reuse", f"vllm=={version}")["evidence"]["detail"]["host_waits_by_build"]
     assert waits == {"rejections known": known, "no rejections": unknown}
+
+
+@pytest.mark.network
+def test_three_drafts_read_the_second_plan_where_the_first_copy_is_late():
+    tree("0.28.0")
+    tree("0.30.0")
+    old, new = (mtp_draft_loop.three_drafts(f"vllm=={release}") for release in ("0.28.0", "0.30.0"))
+    assert (old["outcome"], new["outcome"]) == ("fault", "clean")
+    known = old["evidence"]["observed"].partition(";")[0]
+    assert known.endswith("step 1 reads page counts [0, 4, 8, 13, 18], its plan was [0, 4, 8, 12, 17]")
+    assert old["evidence"]["detail"]["host_waits_by_build"]["rejections known"] == [1, 1, 0]
 
 
 @pytest.mark.network

@@ -48,8 +48,13 @@ def test_the_last_pass_attends_over_all_keys_with_the_drafted_ones_in_place():
 def test_plan_then_buffer_writes_then_synchronize_then_model():
     _, calls = proposed("stream-sync")
     names = [name or what for what, name in calls]
-    start = names.index("plan")
-    assert names[start : start + 6] == [
+    start = names.index("row pointers")
+    assert names[start : start + 11] == [
+        "row pointers",
+        "row pointers copy",
+        "gather pages",
+        "last pages",
+        "last pages copy",
         "plan",
         "plan copy",
         "write input_ids",
@@ -57,6 +62,18 @@ def test_plan_then_buffer_writes_then_synchronize_then_model():
         "synchronize",
         "model",
     ]
+
+
+@pytest.mark.parametrize(("arm", "gathered"), [("before", True), ("no-page-kernel", False)])
+def test_a_build_gathers_the_page_ids_of_the_lengths_that_it_plans_for(arm, gathered):
+    proposer, calls = proposed(arm)
+    b = proposer.buffers
+    assert ([name for _, name in calls].count("gather pages") == 2) == gathered
+    expected = [*b.block_table[0, :13].tolist(), *b.block_table[1, :19].tolist()]
+    assert (b.page_indices[:32].tolist() == expected) == gathered
+    assert (b.row_pointers.tolist(), b.last_pages.tolist()) == (
+        ([0, 13, 32], [16, 4]) if gathered else ([0, 0, 0], [0, 0])
+    )
 
 
 def blocking(calls):

@@ -393,9 +393,7 @@ RULES: Mapping[str, Rule] = {
     "overlapping-shift": Rule((SPECULATION, ALIGN), "an accepted run that ends a block where it started"),
     "seed-column-divisor": Rule((V2, ALIGN, CACHING, SMALL_BLOCKS), "a hit in the prefix cache"),
     "null-block-copied": Rule((V2, ALIGN, NEVER_SEEN)),
-    "plan-staging-reuse": Rule(
-        (V1, DRAFT_LOOP, _drafts(3), FLASHINFER, PLANS), "with 3 drafts only steps without rejections known"
-    ),
+    "plan-staging-reuse": Rule((V1, DRAFT_LOOP, _drafts(3), FLASHINFER, PLANS), "with 3 drafts rarely"),
     "builder-staging-reuse": Rule((V1, DRAFT_LOOP, _drafts(2), FLASHINFER, PLANS)),
     "zeroer-staging-reuse": Rule((V2, HYBRID, ASYNC), "blocks handed out in two steps in a row"),
     "stale-count-none": Rule(

@@ -207,13 +207,8 @@ def _block_bytes(info: dict[str, int]) -> int:
     return -(-max(ends) // 16) * 16
 
 
-def layout(lengths: Sequence[int]) -> dict[str, Any]:
-    """What the released planner makes of one batch: its numbers, and its arrays as the device has them."""
-    attention = Attention(sum(-(-length // PAGE) for length in lengths), len(lengths))
-    return {"version": version(), "sms": num_sms(), **_laid_out(attention, attention.wrapper(), lengths)}
-
-
 def _laid_out(attention: Attention, wrapper: Any, lengths: Sequence[int]) -> dict[str, Any]:
+    """What the released planner makes of one batch: its numbers, and its arrays as the device has them."""
     attention.plan(wrapper, lengths)
     torch.cuda.synchronize()
     info = plan_info(wrapper)
@@ -253,7 +248,7 @@ def cross_check(batches: int = 200, seed: int = 0) -> dict[str, Any]:
 
 
 def planner_differences(own: Plan, released: dict[str, Any]) -> list[str]:
-    """Where a plan of this package differs from what `layout` says of the same batch."""
+    """Where a plan of this package differs from what the released planner makes of the same batch."""
     info, found = released["info"], released["arrays"]
     pairs: dict[str, tuple[Any, Any]] = {
         "num_padded": (own.num_padded, info["num_padded"]),
@@ -370,7 +365,7 @@ class _Loop:
         self.wrapper = self.attention.wrapper(pinned=self.arm != "unpinned")
         self.lengths = torch.zeros(1, dtype=torch.int32, device="cuda")
 
-    def step(self, base: Sequence[int], wait: bool = False) -> list[torch.Tensor]:
+    def step(self, base: Sequence[int]) -> list[torch.Tensor]:
         """Draft once. The step begins with a blocking read, as the drafter's first rebuild does."""
         self.lengths.cpu()
         self.held.clear()
@@ -378,7 +373,7 @@ class _Loop:
         for j in range(1, self.k):
             wrapper = self._wrapper()
             self.attention.plan(wrapper, [length + j for length in base])
-            if wait or self.arm == "sync-after-plan":
+            if self.arm == "sync-after-plan":
                 torch.cuda.synchronize()
             torch.cuda._sleep(self.cycles)  # type: ignore[no-untyped-call]
             outs.append(self.attention.run(wrapper, len(base)))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specmortem import device as devices
 from specmortem.detect import staging
 from specmortem.device import Device
-from specmortem.experiments.mtp_loop import Case, Loop, case
+from specmortem.experiments.mtp_loop import Case, Loop, case, open_device
 from specmortem.proposers.mtp import arm_of
 
 SCHEDULES = ("immediate", "lazy", "random")
@@ -21,14 +20,17 @@ def first_step(
 
     On CUDA there is one schedule, the GPU's own. Launch blocking is the schedule `immediate`. `effect` is
     `unordered` when every schedule has a race, `ordered` when none has, else `mixed`; `races` counts them by
-    schedule. Raises BadInputError for an unknown arm.
+    schedule. Raises BadInputError for an unknown arm, or a CUDA
+    process without the arm's environment.
     """
     chosen = case(arm, device, k, layout="benign", attend=False, seed=seed)
     if device == "cuda":
         schedules = ("cuda",)
     elif arm_of(arm).launch_blocking:
         schedules = ("immediate",)
-    found = {schedule: _races(_device(device, schedule, seed), chosen) for schedule in schedules}
+    found = {
+        schedule: _races(open_device(device, schedule, chosen.arm, seed), chosen) for schedule in schedules
+    }
     told = [str(race) for races in found.values() for race in races]
     seen = [bool(races) for races in found.values()]
     return {
@@ -39,10 +41,6 @@ def first_step(
         "schedules": len(found),
         "reported": sum(seen),
     }
-
-
-def _device(device: str, schedule: str, seed: int) -> Device:
-    return devices.open("cuda") if device == "cuda" else devices.open("sim", schedule=schedule, seed=seed)
 
 
 def _races(dev: Device, chosen: Case) -> list[staging.Race]:

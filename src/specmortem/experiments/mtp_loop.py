@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 
 from specmortem import device as devices
 from specmortem.detect import bounds
-from specmortem.device import Chosen, Device, Prompt, Schedule, Timed, TraceRecord, enumerate_schedules
+from specmortem.device import Device, Prompt, Schedule, Timed, TraceRecord, enumerate_schedules
 from specmortem.errors import BadInputError
 from specmortem.experiments.mtp_layouts import SMALL, find_layout
 from specmortem.kernels.split_attention import Geometry, Plan
@@ -121,6 +121,7 @@ def case(
         max_model_len=max(lens) + 16,
         float_workspace=workspace,
         load_tokens=256 if device == "sim" else 32,
+        load_rows=64 if device == "sim" else 8,
     )
     return Case(replace(config, **settings), chosen, tuple(int(n) for n in lens), seed, metadata)
 
@@ -255,7 +256,7 @@ def golden(dev: Device, case: Case, sets: int = TOKEN_SETS) -> list[Golden]:
     return found
 
 
-def _open(device: str, schedule: str | Schedule, arm: Arm, seed: int = 0) -> Device:
+def open_device(device: str, schedule: str | Schedule, arm: Arm, seed: int = 0) -> Device:
     """The device under an arm. Raises BadInputError for launch blocking on CUDA without the variable."""
     if device == "cuda":
         if arm.launch_blocking != (os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"):
@@ -277,26 +278,37 @@ def _watch(dev: Device) -> AbstractContextManager[Any]:
     return bounds.watch(limit=1, stop=True) if dev.kind == "sim" else nullcontext()
 
 
+def _until_outside(work: Callable[[], object]) -> str:
+    """Do it, on the simulator up to the first access outside a tensor: the account of that, empty without one."""
+    try:
+        work()
+    except Exception as error:
+        if not isinstance(error.__cause__, bounds.LimitReachedError):
+            raise
+        return str(error.__cause__)
+    return ""
+
+
 def run(
     dev: Device, case: Case, right: Sequence[Golden], steps: int = 1, target_us: float = 0.0
 ) -> dict[str, Any]:
     """Steps of a case until the end or, on the simulator, the first illegal address."""
     with _watch(dev):
         loop = Loop(dev, case, right)
-        try:
+
+        def all_steps() -> None:
             for _ in range(steps):
                 loop.step(target_us)
-        except Exception as error:
-            if not isinstance(error.__cause__, bounds.LimitReachedError):
-                raise
-            loop.account.illegal = str(error.__cause__)
-            loop.account.steps += 1
-            if case.config.observe:
-                done = [r for r in dev.trace if r.by == "queue" and r.name == "observe plan"]
-                loop.account.forwards += len(done)
-                loop.observe(1 + len(done))
-            return loop.account.result()
-        return loop.finish()
+
+        loop.account.illegal = _until_outside(all_steps)
+        if not loop.account.illegal:
+            return loop.finish()
+        loop.account.steps += 1
+        if case.config.observe:
+            done = [r for r in dev.trace if r.by == "queue" and r.name == "observe plan"]
+            loop.account.forwards += len(done)
+            loop.observe(1 + len(done))
+        return loop.account.result()
 
 
 def steps(
@@ -313,7 +325,6 @@ def steps(
     target_us: float = 0.0,
     forward_us: float = 1000.0,
     host_us: float = 0.0,
-    graphs: bool = False,
     observe: bool | None = None,
 ) -> dict[str, Any]:
     """`steps` drafting steps of one arm, compared bit for bit with the reference.
@@ -333,10 +344,9 @@ def steps(
         metadata,
         forward_us=forward_us,
         host_us=host_us,
-        graphs=graphs,
         observe=watched,
     )
-    dev = _open(device, schedule, chosen.arm, seed)
+    dev = open_device(device, schedule, chosen.arm, seed)
     right = golden(
         dev if device == "cuda" else devices.open("sim", schedule="immediate"), chosen, min(steps, TOKEN_SETS)
     )
@@ -350,16 +360,14 @@ def schedules(
     metadata: bool = True,
     lens: Sequence[int] | None = None,
     layout: str = "read",
-    prompt: bool = True,
-    piecewise: bool = False,
+    graphs: bool = False,
     seed: int = 0,
 ) -> dict[str, Any]:
     """One step under every distinguishable schedule: how many fault, of all.
 
-    With `prompt` a copy into an idle stream runs at once, as the first plan's does after the blocking read;
-    without it nothing is assumed, and that copy may be as late as any. `piecewise` lets copies run between
-    the arrays of a plan that is being filled. Launch blocking is one schedule, the one that runs everything
-    at once.
+    A copy into an idle stream runs at once; all else may be late. With `graphs` the model is replayed from graphs
+    and attention stays outside, as with the engine's PIECEWISE ones. Launch blocking is one schedule, the one that
+    runs everything at once.
     """
     chosen = case(
         arm,
@@ -370,13 +378,13 @@ def schedules(
         seed=seed,
         metadata=metadata,
         observe=True,
-        piecewise=piecewise,
+        graphs=graphs,
     )
     right = golden(devices.open("sim", schedule="immediate"), chosen, 1)
     effects: Counter[str] = Counter()
     witness: dict[str, Any] = {}
     total = {"wrong_ids": 0, "wrong_plans": 0, "forwards": 0}
-    for choices, found in _outcomes(chosen, right, prompt):
+    for choices, found in _outcomes(chosen, right):
         effects[found["effect"]] += 1
         witness.setdefault(found["effect"], {"choices": choices, **found})
         for name in total:
@@ -385,8 +393,7 @@ def schedules(
         "arm": arm,
         "k": k,
         "metadata": metadata,
-        "prompt": prompt,
-        "piecewise": piecewise,
+        "graphs": graphs,
         "lens": list(chosen.lens),
         "schedules": effects.total(),
         "faults": effects["illegal-address"],
@@ -396,27 +403,59 @@ def schedules(
     }
 
 
-def _outcomes(
-    chosen: Case, right: Sequence[Golden], prompt: bool
-) -> Iterator[tuple[list[int], dict[str, Any]]]:
+def two_steps(target_waits: bool, k: int = 2, seed: int = 0) -> dict[str, Any]:
+    """Two steps in flight under every distinguishable schedule, each request one token longer in the second.
+
+    The host knows all lengths and waits between the steps only where `target_waits`: there the build for the
+    target's pass reads the lengths from the GPU, as it must where it is given none (gpu_model_runner.py:2443 and
+    backend.py:553 of vLLM 0.28.0). Page ids are left out, since their host memory is one a pass.
+    """
+    chosen = case("no-page-kernel", "sim", k, seed=seed)
+    effects: Counter[str] = Counter()
+    witness: dict[str, Any] = {}
+    for found in enumerate_schedules(lambda dev: _two_steps(dev, chosen, target_waits), schedule=Prompt):
+        if isinstance(found.outcome, Exception):
+            raise found.outcome
+        effect = "illegal-address" if found.outcome else "clean"
+        effects[effect] += 1
+        witness.setdefault(effect, {"choices": list(found.choices), "why": found.outcome})
+    return {
+        "k": k,
+        "target_waits": target_waits,
+        "lens": list(chosen.lens),
+        "schedules": effects.total(),
+        "effects": dict(effects),
+        "witness": {name: w for name, w in witness.items() if name != "clean"},
+    }
+
+
+def _two_steps(dev: Device, chosen: Case, target_waits: bool) -> str:
+    """The account of the first access outside; empty without one."""
+    with _watch(dev):
+        proposer = MtpProposer(dev, chosen.config, chosen.arm, chosen.seed)
+        tokens = dev.tensor(_tokens(chosen)[0], torch.int64, "tokens")
+        lengths = [np.array(chosen.lens, dtype=np.int32) + n for n in range(2)]
+        on_device = [dev.tensor(known, torch.int32, "lengths") for known in lengths]
+        dev.synchronize()
+
+        def draft() -> None:
+            for known, target in zip(lengths, on_device, strict=True):
+                if target_waits:
+                    proposer.read_lengths()
+                proposer.propose(tokens, target, known)
+            dev.synchronize()
+
+        return _until_outside(draft)
+
+
+def _outcomes(chosen: Case, right: Sequence[Golden]) -> Iterator[tuple[list[int], dict[str, Any]]]:
     if chosen.arm.launch_blocking:
         yield [], run(devices.open("sim", schedule="immediate"), chosen, right)
         return
-    kind = Prompt if prompt else Chosen
-    for found in enumerate_schedules(lambda dev: run(dev, chosen, right), schedule=kind):
+    for found in enumerate_schedules(lambda dev: run(dev, chosen, right), schedule=Prompt):
         if isinstance(found.outcome, Exception):
             raise found.outcome
         yield list(found.choices), found.outcome
-
-
-def replayed(
-    arm: str, choices: Sequence[int], k: int = 5, prompt: bool = True, seed: int = 0
-) -> dict[str, Any]:
-    """One schedule of `schedules` again, by the choices of its witness."""
-    chosen = case(arm, "sim", k, seed=seed, observe=True)
-    right = golden(devices.open("sim", schedule="immediate"), chosen, 1)
-    kind = Prompt if prompt else Chosen
-    return run(devices.open("sim", schedule=kind(choices)), chosen, right)
 
 
 def overtaken(device: str = "sim", later: int = 1, k: int = 5, seed: int = 0) -> dict[str, Any]:
@@ -426,26 +465,29 @@ def overtaken(device: str = "sim", later: int = 1, k: int = 5, seed: int = 0) ->
     outside.
     """
     chosen = case("before", device, k, seed=seed)
-    dev = _open(device, "immediate", chosen.arm)
+    dev = open_device(device, "immediate", chosen.arm)
     with _watch(dev):
         proposer = MtpProposer(dev, chosen.config, chosen.arm, seed)
         lengths = np.array(chosen.lens, dtype=np.int32)
         proposer.buffers.seq_lens.copy_(torch.from_numpy(lengths + 2))
         plans = [proposer.planner.plan(lengths + i) for i in range(3 + later)]
-        try:
-            for plan in plans[1:]:
-                proposer.staging.send(plan, proposer.buffers.workspaces.ints, proposer.stream)
-                dev.synchronize()
+        for plan in plans[1:]:
+            proposer.staging.send(plan, proposer.buffers.workspaces.ints, proposer.stream)
+            dev.synchronize()
+
+        def attend() -> None:
             proposer.attend(plans[2])
             dev.synchronize()
-        except Exception as error:
-            if not isinstance(error.__cause__, bounds.LimitReachedError):
-                raise
-            return {"effect": "illegal-address", "why": str(error.__cause__)}
-    return {"effect": "clean", "why": ""}
+
+        why = _until_outside(attend)
+    return {"effect": "illegal-address" if why else "clean", "why": why}
 
 
 # When the host overtakes the copies
+
+
+def _is_fill(record: TraceRecord) -> bool:
+    return (record.by, record.what, record.name) == ("host", "write", "plan")
 
 
 def overwrites(trace: Sequence[TraceRecord]) -> list[tuple[int, int]]:
@@ -453,28 +495,33 @@ def overwrites(trace: Sequence[TraceRecord]) -> list[tuple[int, int]]:
     written = copied = 0
     found = []
     for record in trace:
-        written += (record.by, record.what, record.name) == ("host", "write", "plan")
+        written += _is_fill(record)
         if (record.by, record.name) == ("queue", "plan copy"):
             copied += 1
             found += [(copied, written)] if written > copied else []
     return found
 
 
-def derived_pairs(k: int, ratio: float, metadata: bool = True) -> list[tuple[int, int]]:
+def derived_pairs(k: int, ratio: float, metadata: bool = True, pages: float = 0.0) -> list[tuple[int, int]]:
     """Consecutive plans that race when a pass takes the GPU `ratio` times as long as the host.
 
-    Copy j stands behind passes 1 to j - 1 of the GPU, plan j + 1 is made after j passes of the host, both
-    counted from the blocking read: overtaken when (j - 1) * ratio > j. Copy 1 is never behind a pass, and the
-    last plan has no successor. Without speculative metadata the host does not block, and the target's pass
-    stands before copy 1 (it is taken to be longer than the whole loop here).
+    Copy j stands behind the page ids of builds 1 to j, which take `pages` host passes each, and behind the forwards
+    of passes 1 to j - 1; plan j + 1 is made after j passes of the host, both counted from the blocking read. So it
+    is overtaken when j * pages + (j - 1) * ratio > j: copy 1 only when gathering page ids alone takes longer than a
+    host pass. The last plan has no successor. Without speculative metadata the host does not block, and the target's
+    pass stands before copy 1 (it is taken to be longer than the whole loop here).
     """
-    if not metadata:
-        return [(j, j + 1) for j in range(1, k - 1)]
-    return [(j, j + 1) for j in range(2, k - 1) if (j - 1) * ratio > j]
+    late = [j for j in range(1, k - 1) if not metadata or j * pages + (j - 1) * ratio > j]
+    return [(j, j + 1) for j in late]
 
 
 def _timed_step(
-    k: int, ratio: float, metadata: bool, arm: str = "before", host_us: float = 10_000.0
+    k: int,
+    ratio: float,
+    metadata: bool,
+    arm: str = "before",
+    host_us: float = 10_000.0,
+    pages: float = 0.0,
 ) -> Device:
     """One step on the simulator's clock, without attention: who comes first does not depend on the layout."""
     chosen = case(
@@ -485,6 +532,7 @@ def _timed_step(
         metadata=metadata,
         forward_us=ratio * host_us,
         host_us=host_us,
+        pages_us=pages * host_us,
         attend=False,
     )
     dev = devices.open("sim", schedule=Timed(launch_us=0.0))
@@ -496,8 +544,9 @@ def _timed_step(
 def k_split(ratios: Sequence[float] = (1.1, 1.4, 1.6, 2.1, 3.0)) -> dict[str, Any]:
     """Which consecutive plans race, by K and by the ratio of GPU to host time: derived and measured.
 
-    `threshold` is the measured ratio from which on any pair races, by bisection; None where none does up to
-    64.
+    Gathering page ids takes no time in `rows`. `threshold` is the measured ratio from which on any pair races, by
+    bisection; None where none does up to 64. `pages_threshold` is the measured time of gathering page ids, in host
+    passes, from which on 3 drafts race.
     """
     rows = []
     for k in range(1, 7):
@@ -514,16 +563,22 @@ def k_split(ratios: Sequence[float] = (1.1, 1.4, 1.6, 2.1, 3.0)) -> dict[str, An
                         "read_instead": [list(pair) for pair in found],
                     }
                 )
-    return {"rows": rows, "threshold": {str(k): _threshold(k) for k in range(1, 7)}}
+    threshold = {
+        str(k): _threshold(lambda ratio, k=k: _timed_step(k, ratio, True), 1.0)  # type: ignore[misc]
+        for k in range(1, 7)
+    }
+    pages = _threshold(lambda pages: _timed_step(3, 1.1, True, pages=pages), 0.0)
+    return {"rows": rows, "threshold": threshold, "pages_threshold": pages}
 
 
-def _threshold(k: int) -> float | None:
-    low, high = 1.0, 64.0
-    if not overwrites(_timed_step(k, high, True).trace):
+def _threshold(step: Callable[[float], Device], low: float) -> float | None:
+    """The least value from which on plans race in a step, to 0.01; None where they do not at 64."""
+    high = 64.0
+    if not overwrites(step(high).trace):
         return None
     while high - low > 0.01:
         middle = (low + high) / 2
-        low, high = (low, middle) if overwrites(_timed_step(k, middle, True).trace) else (middle, high)
+        low, high = (low, middle) if overwrites(step(middle).trace) else (middle, high)
     return round(high, 2)
 
 
@@ -571,10 +626,6 @@ def timeline(
     }
 
 
-def _is_fill(record: TraceRecord) -> bool:
-    return (record.by, record.what, record.name) == ("host", "write", "plan")
-
-
 # Hypotheses: each function gives rows, and the verdict that follows from them
 
 
@@ -584,7 +635,7 @@ def same_stream() -> dict[str, Any]:
     A control does what the hypothesis says: it issues the writes in another stream.
     """
     rows = [
-        _row(schedules("before"), "before"),
+        _row(schedules("before", k=4), "before"),
         _row(schedules("side-stream-writes", k=2), "side-stream-writes"),
     ]
     real, control = rows
@@ -618,7 +669,7 @@ def placeholders(steps: int = 3, k: int = 5) -> dict[str, Any]:
 def _scheduled(arm: str, asynchronous: bool, steps: int, k: int) -> dict[str, Any]:
     """Steps whose token ids are the last drafts, from the scheduler or filled in on the GPU."""
     chosen = case(arm, "sim", k, observe=True)
-    dev = _open("sim", "lazy", chosen.arm)
+    dev = open_device("sim", "lazy", chosen.arm)
     earlier = golden(devices.open("sim", schedule="immediate"), chosen, 1)[0].drafts
     with_placeholders = negative = 0
     with _watch(dev):
@@ -626,17 +677,12 @@ def _scheduled(arm: str, asynchronous: bool, steps: int, k: int) -> dict[str, An
         drafts = loop.proposer.buffers.drafts
         drafts.copy_(torch.from_numpy(earlier))
         scheduled = dev.zeros([k, len(chosen.lens)], torch.int64, "scheduled")
-        try:
-            for _ in range(steps):
-                sent = np.full(drafts.shape, -1) if asynchronous else _fetch(drafts)
-                with_placeholders += bool((sent < 0).any())
-                negative += _fill_in(dev, loop, sent, scheduled)
-                loop.step()
-        except Exception as error:
-            if not isinstance(error.__cause__, bounds.LimitReachedError):
-                raise
-            loop.account.illegal = str(error.__cause__)
-            loop.account.steps += 1
+        while loop.account.steps < steps and not loop.account.illegal:
+            sent = np.full(drafts.shape, -1) if asynchronous else _fetch(drafts)
+            with_placeholders += bool((sent < 0).any())
+            negative += _fill_in(dev, loop, sent, scheduled)
+            loop.account.illegal = _until_outside(loop.step)
+        loop.account.steps += bool(loop.account.illegal)
     return {
         **loop.account.result(),
         "with_placeholders": with_placeholders,
@@ -733,7 +779,6 @@ def price(
     device: str = "cuda",
     arms: Sequence[str] = ("before", "event", "fresh", "pageable", "reread-lengths", "stream-sync"),
     ks: Sequence[int] = (2, 3, 4, 5, 6),
-    graphs: bool = False,
     forward_us: float = 3000.0,
     target_us: float = 2000.0,
     steps: int = 50,
@@ -746,9 +791,9 @@ def price(
     process of its own.
     """
     rows = []
-    dev = _open(device, "timed", arm_of(arms[0]), seed)
+    dev = open_device(device, "timed", arm_of(arms[0]), seed)
     for k in ks:
-        loops = {arm: Loop(dev, _priced(arm, device, k, graphs, forward_us, seed), []) for arm in arms}
+        loops = {arm: Loop(dev, _priced(arm, device, k, forward_us, seed), []) for arm in arms}
         times: dict[str, list[float]] = {arm: [] for arm in arms}
         for _ in range(rounds + 1):
             for arm, loop in loops.items():
@@ -758,12 +803,12 @@ def price(
             ratios = {
                 f"to_{base}": median / medians[base] for base in ("before", "stream-sync") if base in medians
             }
-            rows.append({"k": k, "arm": arm, "graphs": graphs, "step_us": median, **ratios})
+            rows.append({"k": k, "arm": arm, "step_us": median, **ratios})
     return {"device": dev.info.as_dict(), "forward_us": forward_us, "target_us": target_us, "rows": rows}
 
 
-def _priced(arm: str, device: str, k: int, graphs: bool, forward_us: float, seed: int) -> Case:
-    return case(arm, device, k, layout="benign", seed=seed, forward_us=forward_us, graphs=graphs)
+def _priced(arm: str, device: str, k: int, forward_us: float, seed: int) -> Case:
+    return case(arm, device, k, layout="benign", seed=seed, forward_us=forward_us)
 
 
 def _time(dev: Device, loop: Loop, steps: int, target_us: float) -> float:

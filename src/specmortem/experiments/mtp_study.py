@@ -21,16 +21,22 @@ from specmortem.experiments import mtp_loop, study
 from specmortem.incident import Hypothesis
 from specmortem.isolation import Arm, Ended, run_arms
 from specmortem.proposers.mtp import FIXED, HIDING
-from specmortem.verdict import DeviceKind, Evidence, Outcome, Row
+from specmortem.verdict import DeviceKind, Evidence, Outcome, Row, Verdict
 
 MODULE = "specmortem.experiments.mtp_loop"
 DETECT = "specmortem.experiments.mtp_detect"
 REAL = "specmortem.experiments.flashinfer_real"
+PROBE = "specmortem.probes.mtp_draft_loop"
 SLUG, CAUSE = "mtp-draft-loop", "plan-staging-reuse"
 LONG_RUNS = (*FIXED, "stream-sync")
 CONTROLS = ("wrong-stream-sync", "constant-plan")
-UNGUARDED = "steps/before/k5"  # on a GPU: that the load of the long runs is one that the race is lost under
-SIDE_BY_SIDE = 7
+CONTROL_DRAFTS = 4
+LOAD_CONTROL = (
+    "steps/before/k5"  # on a GPU: that the load of the long runs is one that the race is lost under
+)
+UNGUARDED = ("steps/before/k3", "steps/no-page-kernel/k3", LOAD_CONTROL)
+SIDE_BY_SIDE = 8
+THREE_DRAFTS = ("0.28.0", "0.30.0")  # a release before the fix, and the first with it
 RELEASES = tuple(r for r in study.RELEASES if r not in ("0.20.1", "0.22.0"))  # each has its successor
 PREDICTS = {
     "plan-buffer": "before faults where the host overtakes a copy, and no arm does in which it cannot",
@@ -45,10 +51,11 @@ PREDICTS = {
 
 
 def shown_by(k: int = 5) -> dict[str, tuple[str, ...]]:
-    """Arms that decide the hypotheses which have none of their own; `k` drafts in the controls."""
-    ordered = (*FIXED, *HIDING, "wrong-stream-sync")
+    """Arms that decide the hypotheses which have none of their own; `k` drafts in the arms that have an order."""
+    ordered = (f"schedules/{arm}/k{k}" for arm in (*FIXED, *HIDING))
+    wrong = f"schedules/wrong-stream-sync/k{CONTROL_DRAFTS}"
     return {
-        "plan-buffer": (f"schedules/before/k{k}", *(f"schedules/{arm}/k{k}" for arm in ordered)),
+        "plan-buffer": (f"schedules/before/k{k}", *ordered, wrong),
         "async-scheduling": ("minus-one-placeholders/before, sync scheduling",),
         "stale-accepted-counts": (f"schedules/before/k{k}",),
     }
@@ -65,20 +72,31 @@ def subject_of(arm: str) -> str:
 
 
 def schedule_rows(most: int = 6, k: int = 5) -> list[Row]:
-    """Every schedule of one step: before for 1 to `most` drafts, the fixes and the controls for `k`.
+    """Every schedule of one step: before for 1 to `most` drafts, the fixes for `k`, the controls for 3 or 4,
+    and two steps of 2 drafts in flight.
 
     On the simulated device whatever the device is.
     """
-    cells = [("before", drafts, True) for drafts in range(1, most + 1)] + [("before", 3, False)]
-    cells += [(arm, k, True) for arm in (*FIXED, *HIDING, *CONTROLS)]
-    asked = [
-        Arm(f"{MODULE}:schedules", {"arm": arm, "k": n, "metadata": known}, f"schedules, {arm}, K {n}", 180)
-        for arm, n, known in cells
-    ]
+    cells: list[dict[str, Any]] = [{"arm": "before", "k": drafts} for drafts in range(1, most + 1)]
+    cells += [{"arm": "before", "k": 3, "metadata": False}, {"arm": "before", "k": 4, "graphs": True}]
+    cells += [{"arm": "no-page-kernel", "k": drafts} for drafts in (3, 4)]
+    cells += [{"arm": arm, "k": k} for arm in (*FIXED, *HIDING)]
+    cells += [{"arm": arm, "k": CONTROL_DRAFTS} for arm in CONTROLS]
+    asked = {
+        _cell(cell): Arm(f"{MODULE}:schedules", cell, f"schedules, {_cell(cell)}", 180) for cell in cells
+    }
+    for name, waits in (("two-steps", False), ("two-steps-target-waits", True)):
+        asked[f"{name}/k2"] = Arm(f"{MODULE}:two_steps", {"target_waits": waits}, name, 180)
     return [
-        _schedule_row(end, f"schedules/{arm}/k{n}{'' if known else '-no-metadata'}", subject_of(arm))
-        for end, (arm, n, known) in zip(run_arms(asked), cells, strict=True)
+        _schedule_row(end, f"schedules/{name}", subject_of(name.partition("/")[0]))
+        for end, name in zip(run_arms(list(asked.values())), asked, strict=True)
     ]
+
+
+def _cell(cell: Mapping[str, Any]) -> str:
+    """Arm, number of drafts, and what else is set, as in the name of a row."""
+    more = "-no-metadata" * (not cell.get("metadata", True)) + "-graphs" * cell.get("graphs", False)
+    return f"{cell['arm']}/k{cell['k']}{more}"
 
 
 def _schedule_row(end: Ended, name: str, subject: str) -> Row:
@@ -87,7 +105,8 @@ def _schedule_row(end: Ended, name: str, subject: str) -> Row:
     found = end.value
     runs, faults = found["schedules"], found["schedules"] - found["effects"].get("clean", 0)
     witness: Mapping[str, Any] = next(iter(found["witness"].values()), {})
-    detail = {name: found[name] for name in ("effects", "k", "lens", "wrong_ids", "wrong_plans", "forwards")}
+    kept = ("effects", "k", "lens", "wrong_ids", "wrong_plans", "forwards")
+    detail = {name: found[name] for name in kept if name in found}
     evidence = Evidence(
         witness=f"schedule {witness['choices']}" if witness else "",
         observed=_counted(found["effects"]),
@@ -109,9 +128,13 @@ def _counted(effects: Mapping[str, int]) -> str:
 
 def _counted_row(arm: str, subject: str, runs: int, faults: int, seed: int | None, evidence: Evidence) -> Row:
     outcome: Outcome = "fault" if faults else "clean"
-    bound = {"upper_bound_95": study.upper_bound(runs, faults)}
-    kept = replace(evidence, detail={**evidence.detail, **bound})
-    return Row(CAUSE, arm, subject, outcome, runs, faults, seed, kept)
+    return Row(CAUSE, arm, subject, outcome, runs, faults, seed, evidence)
+
+
+def _bounded(row: Row) -> Row:
+    """The row with an upper bound of its rate; for repeated runs, not for schedules, which are counted in full."""
+    bound = {"upper_bound_95": study.upper_bound(row.runs, row.faults)}
+    return replace(row, evidence=replace(row.evidence, detail={**row.evidence.detail, **bound}))
 
 
 def schedule_table(rows: Sequence[Row]) -> pd.DataFrame:
@@ -120,7 +143,7 @@ def schedule_table(rows: Sequence[Row]) -> pd.DataFrame:
     for row in rows:
         effects = row.evidence.detail.get("effects", {})
         _, arm, drafts = row.arm.split("/")
-        told = {"arm": arm, "K": drafts.removeprefix("k").replace("-no-metadata", ", no metadata")}
+        told = {"arm": arm, "K": drafts.removeprefix("k").replace("-", ", ", 1).replace("-", " ")}
         told |= {"schedules": str(row.runs)}
         told |= {
             label: str(effects.get(effect, 0))
@@ -244,7 +267,7 @@ def process_row(ended: Sequence[Ended], seed: int, steps: int) -> Row:
         "lost": [f"{end.kind}: {end.message}"[:200] for end in lost],
     }
     evidence = Evidence(observed=_counted(effects), place=_place(why), reason=why, detail=detail)
-    return _counted_row(name, "before", judged, judged - effects["clean"], seed, evidence)
+    return _bounded(_counted_row(name, "before", judged, judged - effects["clean"], seed, evidence))
 
 
 def _effect(end: Ended) -> str:
@@ -265,33 +288,36 @@ def long_rows(
     timeout_s: float,
     arms: Sequence[str] = LONG_RUNS,
 ) -> list[Row]:
-    """The fixes and the rejected patch with 5 drafts, and `before` with 3: results equal bit for bit, step by step.
+    """The fixes and the rejected patch with 5 drafts: results equal bit for bit, step by step.
 
     The layout must fault where a plan is overtaken; on the simulator work runs at random moments. On a GPU the arms
-    share it, which keeps each stream busy, and UNGUARDED is one more.
+    share it, which keeps each stream busy, and the arms UNGUARDED run beside them (`no-page-kernel` a quarter of the
+    steps, which is enough to tell it from `before`).
     """
-    cells = [(arm, 5) for arm in arms] + [("before", 3)] + [("before", 5)] * (device == "cuda")
-    kwargs = {"device": device, "steps": steps, "forward_us": forward_us, "seed": seed, "schedule": "random"}
+    cells = [(arm, 5, steps) for arm in arms]
+    if device == "cuda":
+        cells += [("before", 3, steps), ("no-page-kernel", 3, -(-steps // 4)), ("before", 5, steps)]
+    kwargs = {"device": device, "forward_us": forward_us, "seed": seed, "schedule": "random"}
     asked = [
-        Arm(f"{MODULE}:steps", {**kwargs, "arm": arm, "k": k}, f"{arm}, K {k}", timeout_s, device)
-        for arm, k in cells
+        Arm(f"{MODULE}:steps", {**kwargs, "arm": arm, "k": k, "steps": n}, f"{arm}, K {k}", timeout_s, device)
+        for arm, k, n in cells
     ]
     ended = run_arms(asked, cuda_parallel=SIDE_BY_SIDE)
     return [
         steps_row(end, f"steps/{arm}/k{k}", subject_of(arm), seed)
-        for end, (arm, k) in zip(ended, cells, strict=True)
+        for end, (arm, k, _) in zip(ended, cells, strict=True)
     ]
 
 
 def steps_row(end: Ended, name: str, subject: str, seed: int) -> Row:
-    """A run of many steps; each step is a run."""
+    """A run of many steps of one batch; each step is a run."""
     if end.kind != "value":
         return study.row(end, CAUSE, name, subject, seed)
     found = end.value
     faults = 0 if found["effect"] == "clean" else max(1, found["mismatched_steps"])
     detail = {"unit": "steps", "seconds": round(end.seconds, 1), **found}
     evidence = Evidence(observed=found["effect"], reason=found["why"], detail=detail)
-    return _counted_row(name, subject, max(found["steps"], faults), faults, seed, evidence)
+    return _bounded(_counted_row(name, subject, max(found["steps"], faults), faults, seed, evidence))
 
 
 # Detector
@@ -347,13 +373,27 @@ def detector_table(rows: Sequence[Row]) -> pd.DataFrame:
 
 
 def price_row(seed: int, steps: int, rounds: int) -> Row:
-    """Microseconds of a step by arm and number of drafts, measured on the GPU, in one process."""
+    """Microseconds of a step by arm and number of drafts, measured on the GPU, in one process.
+
+    Nothing is compared, so the row judges nothing and counts no run.
+    """
     kwargs = {"device": "cuda", "steps": steps, "rounds": rounds, "seed": seed}
     end = run_arms([Arm(f"{MODULE}:price", kwargs, "price", 400, "cuda")])[0]
     if end.kind != "value":
         return study.row(end, CAUSE, "price", "after", seed)
-    runs = steps * (rounds + 1) * len(end.value["rows"])
-    return Row(CAUSE, "price", "after", "clean", runs, 0, seed, Evidence(detail=end.value))
+    evidence = Evidence(reason="a measurement, not a verdict", detail=end.value)
+    return Row(CAUSE, "price", "after", "not-judged", 0, 0, seed, evidence)
+
+
+def price_of(rows: Sequence[Row]) -> tuple[dict[str, Any], str]:
+    """What a price row among these measured, and what to say above it; nothing and the reason where none did."""
+    row = next((row for row in rows if row.arm == "price"), None)
+    if row is None:
+        return {}, "not yet run on a GPU"
+    found = dict(row.evidence.detail)
+    if "rows" not in found:
+        return {}, row.evidence.reason
+    return found, f"{found['device']['name']}, forwards of {found['forward_us']:,.0f} us"
 
 
 def price_table(found: Mapping[str, Any]) -> pd.DataFrame:
@@ -367,6 +407,34 @@ def price_table(found: Mapping[str, Any]) -> pd.DataFrame:
         .rename_axis("to before / to stream-sync")
         .rename_axis(None, axis=1)
     )
+
+
+# The released loop with three drafts
+
+
+def three_draft_rows(device: DeviceKind) -> list[Row]:
+    """The released loop and builder with 3 drafts, which plan twice a step: a release before the fix, and one with it.
+
+    On the simulator a copy into an idle stream runs at once; on a GPU the two processes share it.
+    """
+    asked = [
+        Arm(
+            f"{PROBE}:three_drafts",
+            {"subject": f"vllm=={release}", "device": device},
+            f"released, 3 drafts, {release}",
+            120,
+            device,
+        )
+        for release in THREE_DRAFTS
+    ]
+    ended = run_arms(asked, cuda_parallel=len(asked))
+    return [_three_draft_row(end, end.arm.kwargs["subject"]) for end in ended]
+
+
+def _three_draft_row(end: Ended, subject: str) -> Row:
+    if end.kind != "value":
+        return study.row(end, CAUSE, "released-k3", subject, None)
+    return Row.of(Verdict.from_dict(end.value), cause=CAUSE, subject=subject, arm="released-k3")
 
 
 # The real library
@@ -409,7 +477,7 @@ def _cross_check_row(end: Ended, subject: str, seed: int) -> Row:
         observed=f"{found['differences']} differences in {found['batches']} batches", detail=found
     )
     faults = min(found["differences"], found["batches"])
-    return _counted_row("planner-cross-check", subject, found["batches"], faults, seed, evidence)
+    return _bounded(_counted_row("planner-cross-check", subject, found["batches"], faults, seed, evidence))
 
 
 def real_loop_row(end: Ended, subject: str, seed: int) -> Row:
@@ -419,9 +487,8 @@ def real_loop_row(end: Ended, subject: str, seed: int) -> Row:
         return study.row(end, CAUSE, name, subject, seed)
     found = end.value
     faults = min(found["wrong_outputs"], found["steps"])
-    return _counted_row(
-        name, subject, found["steps"], faults, seed, Evidence(observed=found["effect"], detail=found)
-    )
+    evidence = Evidence(observed=found["effect"], detail=found)
+    return _bounded(_counted_row(name, subject, found["steps"], faults, seed, evidence))
 
 
 # The reports' figures
@@ -453,10 +520,16 @@ def tokens_in_flight(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def growth_table(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> pd.DataFrame:
-    """One line a batch size: layouts that move, merges that walk out of memory, stores outside."""
+    """One line a batch size: layouts that move, merges that walk out of memory, stores outside.
+
+    A key is a description with the card's name in brackets at its end, or the name alone.
+    """
     columns: dict[str, list[Any]] = {"requests": [row["batch"] for row in next(iter(told.values()))]}
     for label, rows in told.items():
-        columns[label] = [f"{row['layout_changes']} / {row['read']} / {row['write']}" for row in rows]
+        card = label.partition("(")[2].rstrip(")") or label
+        columns[f"{card}: changes / reads / stores"] = [
+            f"{row['layout_changes']} / {row['read']} / {row['write']}" for row in rows
+        ]
     return pd.DataFrame(columns)
 
 

@@ -218,7 +218,9 @@ def rank_rows(
         )
         for _, kind, size, subject in cells
     ]
-    alone = any(kind == "cuda" for _, kind, _, _ in cells)  # NCCL's kernels wait on the GPU, and would share it
+    alone = any(
+        kind == "cuda" for _, kind, _, _ in cells
+    )  # NCCL's kernels wait on the GPU, and would share it
     ended = run_arms(asked, parallel=1 if alone else 2)
     return [
         study.row(end, CAUSE, f"ranks-{backend}-{size}", subject, 0)

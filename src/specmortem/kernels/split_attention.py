@@ -152,21 +152,15 @@ class Plan:
         places = [np.arange(start, start + part.size) for start, part in parts.items()]
         return np.concatenate(places), np.concatenate(list(parts.values()))
 
-    def fill(self, block: Any, piecewise: bool = False) -> None:
-        """Write the arrays into a block of bytes (numpy, or a host buffer); what is between them stays.
+    def fill(self, block: Any) -> None:
+        """Write the arrays into a block of bytes (numpy, or a host buffer) in one access; what is between them stays.
 
-        One host access, or with `piecewise` one an array, between which a copy may run. Raises BadInputError
-        when the block is too short.
+        Raises BadInputError when the block is too short.
         """
         if len(block) < self.nbytes:
             raise BadInputError(f"a plan of {self.nbytes} bytes does not fit into {len(block)}; give more")
-        if not piecewise:
-            places, values = self._bytes
-            block[places] = values
-            return
-        for name, start in self.offsets.items():
-            part = self.arrays[name].view(np.uint8)
-            block[start : start + part.size] = part
+        places, values = self._bytes
+        block[places] = values
 
     def seen_in(self, block: npt.NDArray[np.uint8]) -> dict[str, Array]:
         """What kernels launched with this plan's offsets read from a block that may hold another plan."""
@@ -261,7 +255,7 @@ class Staging:
 
     By default one page-locked buffer that every plan refills at once. `wait` waits for the copy of the plan
     before; `fresh` takes new memory for each plan, which the allocator may not hand out again while a copy
-    reads it; `pinned=False` has the copy staged at the call. `piecewise` fills array by array.
+    reads it; `pinned=False` has the copy staged at the call.
     """
 
     def __init__(
@@ -272,10 +266,8 @@ class Staging:
         pinned: bool = True,
         fresh: bool = False,
         wait: bool = False,
-        piecewise: bool = False,
     ) -> None:
         self.device, self.pinned, self.fresh, self.wait = device, pinned, fresh, wait
-        self.piecewise = piecewise
         self.buffer = device.host_buffer([capacity], torch.uint8, pinned, "plan")
         self.copied = device.event("plan copied")
 
@@ -284,7 +276,7 @@ class Staging:
         if self.wait:
             self.copied.synchronize()
         buffer = self._buffer(plan)
-        plan.fill(buffer, self.piecewise)
+        plan.fill(buffer)
         n = plan.nbytes
         self.device.copy_async(target[:n], buffer.rows(0, n), stream, name="plan copy")
         if self.wait:
@@ -455,6 +447,26 @@ def merge_kernel(
     tl.store(out + (request * H + head) * D + d, value / some)
 
 
+@triton.jit
+def page_indices_kernel(
+    page_indices,  # [pages of all requests]
+    block_table,  # [B, columns]
+    row_pointers,  # [B + 1]
+    row_stride,
+    columns,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    begin = tl.load(row_pointers + request)
+    count = tl.load(row_pointers + request + 1) - begin
+    for first in range(0, count, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        ok = column < count
+        known = ok & (column < columns)
+        block = tl.load(block_table + request * row_stride + column, mask=known, other=0)
+        tl.store(page_indices + begin + column, block, mask=ok)
+
+
 @dataclass(frozen=True)
 class Workspaces:
     """The GPU memory of a wrapper: the block that plans are copied to, and room for partial results."""
@@ -518,8 +530,8 @@ def partial(
     )
 
 
-def merge(plan: Plan, workspaces: Workspaces, out: torch.Tensor) -> None:
-    """Merge partial results into `out` [B, H, D] by the int workspace; nothing without a split."""
+def merge(plan: Plan, workspaces: Workspaces, out: torch.Tensor, rows: int = 8) -> None:
+    """Merge partial results into `out` [B, H, D] by the int workspace, `rows` at a time; nothing without a split."""
     if not plan.split:
         return
     g = plan.geometry
@@ -531,7 +543,19 @@ def merge(plan: Plan, workspaces: Workspaces, out: torch.Tensor) -> None:
         plan.offsets["merge_indptr"] // 4,
         H=g.num_qo_heads,
         D=g.head_dim,
-        ROWS=8,
+        ROWS=rows,
+    )
+
+
+def gather_pages(block_table: torch.Tensor, row_pointers: torch.Tensor, page_indices: torch.Tensor) -> None:
+    """Page ids of all requests behind each other, as vLLM's builder of this backend gathers them before it plans.
+
+    block_table int32 [B, columns]; row_pointers int32 [B + 1]; page_indices int32, at least row_pointers[B] long.
+    A page behind the last column is 0. Not a copy of its kernel (flashinfer.py:2638 in vLLM 0.28.0): what matters
+    here is that it stands in the stream.
+    """
+    page_indices_kernel[(row_pointers.numel() - 1,)](
+        page_indices, block_table, row_pointers, block_table.stride(0), block_table.shape[1], BLOCK=1024
     )
 
 

@@ -26,7 +26,7 @@ from specmortem import device as devices
 from specmortem import upstream
 from specmortem.detect.staging import TorchWatch, simulated_cuda
 from specmortem.detect.staging.simulated import Carrier
-from specmortem.device import Event, Observer, Stream
+from specmortem.device import Event, Observer, Prompt, Schedule, Stream
 from specmortem.probes import ATTENTION_BACKEND, DRAFTER, FLASHINFER, TORCH_UTILS, WORKER_UTILS
 from specmortem.verdict import Evidence, Verdict
 
@@ -135,7 +135,7 @@ class _Cuda:
 
 
 @contextmanager
-def bench(device: str, schedule: str = "lazy") -> Iterator[Bench]:
+def bench(device: str, schedule: str | Schedule = "lazy") -> Iterator[Bench]:
     """The bench of a device; `schedule` says when simulated work runs."""
     if device == "cuda":
         yield _Cuda()
@@ -146,10 +146,19 @@ def bench(device: str, schedule: str = "lazy") -> Iterator[Bench]:
 
 def judge(cause: str, subject: str, device: str = "sim") -> dict[str, Any]:
     """Run the probe of `cause`; a verdict as JSON."""
+    return _told(lambda: _JUDGES[cause](subject, device))
+
+
+def three_drafts(subject: str, device: str = "sim") -> dict[str, Any]:
+    """The released draft loop with 3 drafts, as JSON; on the simulator a copy into an idle stream runs at once."""
+    return _told(lambda: _released_plans(subject, device, 3, prompt=True))
+
+
+def _told(judged: Callable[[], Verdict]) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            verdict = _JUDGES[cause](subject, device)
+            verdict = judged()
     except upstream.NotPresentError as error:
         verdict = Verdict.not_judged(f"not present: {error}", absent=str(error))
     return verdict.as_dict()
@@ -205,8 +214,12 @@ def platform() -> dict[str, Any]:
     }
 
 
-def _config() -> SimpleNamespace:
-    """The parts of a vLLM configuration that the builder and the drafter read: eager, one rank, the V1 runner."""
+def _config(drafts: int = K) -> SimpleNamespace:
+    """The parts of a vLLM configuration that the builder and the drafter read: eager, one rank, the V1 runner.
+
+    `use_trtllm_attention` is off: FlashInfer plans on the host also where a release would take the TensorRT-LLM or XQA
+    kernels on this capability.
+    """
     no_graphs = SimpleNamespace(decode_mode=lambda: "none")
     parallel: dict[str, Any] = {
         "decode_context_parallel_size": 1,
@@ -227,9 +240,9 @@ def _config() -> SimpleNamespace:
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256),
         parallel_config=SimpleNamespace(**parallel),
         speculative_config=SimpleNamespace(
-            num_speculative_tokens=K, parallel_drafting=False, enable_adaptive_verification=False
+            num_speculative_tokens=drafts, parallel_drafting=False, enable_adaptive_verification=False
         ),
-        num_speculative_tokens=K,
+        num_speculative_tokens=drafts,
         use_v2_model_runner=False,
     )
 
@@ -295,7 +308,7 @@ class StagedWrapper:
         self.plans.append([int(x) for x in self.staging[:n]])
 
 
-def build_builder(tree: upstream.Tree, on: Bench) -> Any:
+def build_builder(tree: upstream.Tree, on: Bench, drafts: int = K) -> Any:
     """The released metadata builder, made by its own constructor.
 
     Raises upstream.NotPresentError when the tree has none.
@@ -312,7 +325,7 @@ def build_builder(tree: upstream.Tree, on: Bench) -> Any:
         kv_quant_mode="none",
         dcp_sharded=False,
     )
-    return builder(spec, [LAYER], _config(), DEVICE)
+    return builder(spec, [LAYER], _config(drafts), DEVICE)
 
 
 # plan-staging-reuse
@@ -320,11 +333,15 @@ def build_builder(tree: upstream.Tree, on: Bench) -> Any:
 
 @dataclass
 class Drafted:
-    """What one step of K drafts did: the plan of each rebuild, the one its forward read, and the host's waits."""
+    """What one step of drafts did: the plan of each rebuild, the one its forward read, and the host's waits.
+
+    `busy` says of each rebuild, and of the step's end, whether the forward before was still running.
+    """
 
     own: list[list[int]] = field(default_factory=list)
     read: list[torch.Tensor] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
+    busy: list[bool] = field(default_factory=list)
 
     @property
     def seen(self) -> list[list[int]]:
@@ -358,7 +375,7 @@ def _advance(seq_lens: torch.Tensor, positions_1d: torch.Tensor, **rest: Any) ->
 class _Drafter:
     """The released draft loop over the released builder, with a model that reads the plan."""
 
-    def __init__(self, tree: upstream.Tree, on: Bench) -> None:
+    def __init__(self, tree: upstream.Tree, on: Bench, drafts: int = K) -> None:
         path = tree.first(DRAFTER)
         if path is None:
             raise upstream.NotPresentError(f"{tree.subject} has no file {DRAFTER[0]}")
@@ -366,15 +383,15 @@ class _Drafter:
             "set_forward_context": lambda *_, **__: nullcontext(),
             "eagle_step_update_slot_mapping_and_metadata": _advance,
         }
-        self.on, self.tree, self.drafted = on, tree, Drafted()
-        self.builder = build_builder(tree, on)
+        self.on, self.tree, self.drafts, self.drafted = on, tree, drafts, Drafted()
+        self.builder = build_builder(tree, on, drafts)
         proposer = upstream.lift(tree, path, PROPOSER, provide=given).function
         self.proposer = proposer.__new__(proposer)
         vars(self.proposer).update(self._attributes())
         self._watch_builds()
 
     def _attributes(self) -> dict[str, Any]:
-        rows = len(LENGTHS) * (K + 1)
+        rows = len(LENGTHS) * (self.drafts + 1)
         off = dict.fromkeys(UNUSED_FEATURES, False)
         absent = dict.fromkeys(("allowed_attn_types", "eplb_state"))
         buffers = {
@@ -396,12 +413,12 @@ class _Drafter:
         }
         facts = {
             "method": "mtp",
-            "num_speculative_tokens": K,
+            "num_speculative_tokens": self.drafts,
             "pass_hidden_states_to_model": True,
             "block_size": PAGE,
             "max_model_len": 4096,
             "hidden_size": HIDDEN,
-            "vllm_config": _config(),
+            "vllm_config": _config(self.drafts),
             "draft_attn_groups": [_Group(self.builder)],
         }
         return {**off, **absent, **buffers, **hooks, **facts}
@@ -411,6 +428,8 @@ class _Drafter:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             before = self.on.waits
+            if self.drafted.waits:
+                self.drafted.busy.append(self.on.is_busy())
             metadata = build(*args, **kwargs)
             self.drafted.waits.append(self.on.waits - before)
             return metadata
@@ -427,11 +446,11 @@ class _Drafter:
         return hidden_states + 1
 
     def step(self, with_rejections: bool) -> Drafted:
-        """Draft K tokens for each request; without rejections the host already holds the sequence lengths."""
+        """Draft for each request; without rejections the host already holds the sequence lengths."""
         self.drafted = Drafted()
-        n, tokens = len(LENGTHS), len(LENGTHS) * (K + 1)
+        n, tokens = len(LENGTHS), len(LENGTHS) * (self.drafts + 1)
         offered = {
-            "num_speculative_tokens": K,
+            "num_speculative_tokens": self.drafts,
             "target_token_ids": torch.zeros(tokens, dtype=torch.int32, device=DEVICE),
             "target_positions": torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
             "target_hidden_states": torch.zeros(tokens, HIDDEN, device=DEVICE),
@@ -445,24 +464,26 @@ class _Drafter:
         }
         taken = inspect.signature(self.proposer.propose).parameters
         self.proposer.propose(**{name: value for name, value in offered.items() if name in taken})
+        self.drafted.busy.append(self.on.is_busy())
         return self.drafted
 
     def _metadata(self, host_lengths: bool) -> Any:
         """The batch's metadata: K + 1 tokens of each request; fields that a release lacks are left out."""
+        tokens = self.drafts + 1
         metadata = upstream.lift(
             self.tree, ATTENTION_BACKEND, "CommonAttentionMetadata", provide=stand_ins(self.tree, FLASHINFER)
         ).function
-        n, starts = len(LENGTHS), torch.arange(0, len(LENGTHS) * (K + 1) + 1, K + 1, dtype=torch.int32)
+        n, starts = len(LENGTHS), torch.arange(0, len(LENGTHS) * tokens + 1, tokens, dtype=torch.int32)
         offered = {
             "query_start_loc": starts.to(DEVICE),
             "query_start_loc_cpu": starts,
             "seq_lens": torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE),
             "num_reqs": n,
-            "num_actual_tokens": n * (K + 1),
-            "max_query_len": K + 1,
+            "num_actual_tokens": n * tokens,
+            "max_query_len": tokens,
             "max_seq_len": max(LENGTHS),
             "block_table_tensor": torch.arange(n * 256, dtype=torch.int32, device=DEVICE).reshape(n, 256),
-            "slot_mapping": torch.zeros(n * (K + 1), dtype=torch.int64, device=DEVICE),
+            "slot_mapping": torch.zeros(n * tokens, dtype=torch.int64, device=DEVICE),
             "seq_lens_cpu_upper_bound": torch.tensor(LENGTHS, dtype=torch.int32),
         }
         if host_lengths:
@@ -476,34 +497,41 @@ def _plan_staging(subject: str, device: str) -> Verdict:
         return _own_plan(subject, device)
     if subject.startswith("flashinfer=="):
         return _flashinfer(subject, device)
+    return _released_plans(subject, device, K)
+
+
+def _released_plans(subject: str, device: str, drafts: int, *, prompt: bool = False) -> Verdict:
+    """The released loop and builder; with `prompt` a simulated copy into an idle stream does not wait."""
     tree = upstream.resolve(subject)
     steps: dict[str, Drafted] = {}
-    with bench(device) as on:
-        drafter = _Drafter(tree, on)
+    with bench(device, Prompt() if prompt else "lazy") as on:
+        drafter = _Drafter(tree, on, drafts)
         for situation, with_rejections in (("rejections known", True), ("no rejections", False)):
             if device == "cuda":
                 drafter.step(with_rejections)  # compiles
             on.synchronize()
             steps[situation] = drafter.step(with_rejections)
             on.synchronize()
-    return _plan_verdict(tree, steps, device)
+    return _plan_verdict(tree, steps, device, drafts)
 
 
-def _plan_verdict(tree: upstream.Tree, steps: Mapping[str, Drafted], device: str) -> Verdict:
+def _plan_verdict(tree: upstream.Tree, steps: Mapping[str, Drafted], device: str, drafts: int = K) -> Verdict:
+    """A fault where a forward read another plan; clean only if each build and the end found the stream busy."""
     path = str(tree.first(DRAFTER))
     hashes = {
         f"{BUILDER}.build": upstream.body_hash(tree, FLASHINFER, f"{BUILDER}.build"),
         f"{PROPOSER}.propose": upstream.body_hash(tree, path, f"{PROPOSER}.propose"),
     }
-    witness = (
-        f"V1 runner, K = {K}, {len(LENGTHS)} requests of {LENGTHS} tokens, pages of {PAGE}, no CUDA graph"
-    )
+    witness = f"V1 runner, K = {drafts}, {len(LENGTHS)} requests of {LENGTHS} tokens, pages of {PAGE}, no CUDA graph"
     detail: dict[str, Any] = {"hashes": hashes, "runner": "V1"}
     if device != "cuda":
         detail["host_waits_by_build"] = {name: step.waits for name, step in steps.items()}
     wrong = [(name, _first_difference(step)) for name, step in steps.items() if step.own != step.seen]
-    if any(len(step.own) != K - 1 for step in steps.values()):
-        return Verdict.not_judged(f"{tree.subject} does not plan each of {K - 1} draft steps", **detail)
+    if any(len(step.own) != drafts - 1 for step in steps.values()):
+        return Verdict.not_judged(f"{tree.subject} does not plan each of {drafts - 1} draft steps", **detail)
+    if not wrong and not all(busy for step in steps.values() for busy in step.busy):
+        why = "every forward reads its own plan, and the stream had caught up before the next was made"
+        return Verdict.not_judged(why, **detail, caught_up=True)
     if not wrong:
         return Verdict("clean", Evidence(witness, "every forward reads its own plan", detail=detail))
     observed = "; ".join(f"{name}: {told}" for name, told in wrong)

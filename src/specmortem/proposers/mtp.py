@@ -5,7 +5,11 @@ in 0.27.1): positions and sequence lengths move on the GPU, the attention metada
 and hidden states are written to the buffers that the model reads, the model runs, a token is sampled. To
 plan, the host needs the sequence lengths. In an ordinary step it reads them from the GPU before the first
 plan, which blocks until the stream has drained (vllm/v1/attention/backend.py:513-516), and adds 1 from then
-on. In a step without speculative metadata (all requests are new) it knows them and never blocks.
+on. In a step without speculative metadata (all requests are new) it knows them and does not block before the
+first plan. A build enqueues three things before its plan (flashinfer.py:1265-1289 in 0.28.0): a copy of row
+pointers, a kernel that gathers the page ids, and a copy of the lengths of the last pages. So not even the
+first plan's copy meets an idle stream. Their host memory is a buffer of its own for every pass here, which
+leaves cause `builder-staging-reuse` out.
 
 An `Arm` says where the plan waits for its copy and what the host waits for. The model is small: an embedding,
 split-KV attention over a paged cache (`kernels.split_attention`), a head, and a busy wait for what a real
@@ -23,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specmortem.device import Device, Graph, Stream
+from specmortem.device import Device, Graph, HostBuffer, Stream
+from specmortem.device.interface import DEFAULT_DURATION_US
 from specmortem.errors import BadInputError
 from specmortem.kernels import split_attention
 from specmortem.kernels.split_attention import Geometry, Plan, Planner, Staging, Workspaces
@@ -43,7 +48,8 @@ class Arm:
     as vLLM does from 0.30.0 on (vllm/v1/attention/backends/flashinfer.py:1410-1413 there). `constant` pads
     plans as for CUDA graphs. `launch_blocking` is CUDA_LAUNCH_BLOCKING=1. `plan_once` uses the first plan in
     every pass. `side_stream_writes` issues the two buffer writes in another stream: what the same-stream
-    hypothesis would need.
+    hypothesis would need. Without `pages` a build enqueues nothing but its plan: the first copy then meets an
+    idle stream.
     """
 
     name: str
@@ -54,6 +60,7 @@ class Arm:
     launch_blocking: bool = False
     plan_once: bool = False
     side_stream_writes: bool = False
+    pages: bool = True
 
 
 ARMS = {
@@ -68,6 +75,7 @@ ARMS = {
         Arm("wrong-stream-sync", synchronize="other-stream"),
         Arm("launch-blocking", launch_blocking=True),
         Arm("constant-plan", constant=True),
+        Arm("no-page-kernel", pages=False),
         Arm("plan-once", plan_once=True),
         Arm("side-stream-writes", {"wait": True}, side_stream_writes=True),
     )
@@ -88,6 +96,9 @@ def arm_of(name: str) -> Arm:
 class MtpConfig:
     """Sizes, and durations of a pass: `forward_us` of busy wait on the GPU, `host_us` of the host's own time.
 
+    `pages_us` is what gathering page ids takes on the simulator's clock. Without `attend` no Triton kernel runs: no
+    attention, and an empty launch where page ids are gathered.
+
     Raises BadInputError outside 1 to 64 requests and 1 to 6 tokens.
     """
 
@@ -97,14 +108,15 @@ class MtpConfig:
     max_model_len: int
     forward_us: float = 0.0
     host_us: float = 0.0
+    pages_us: float = DEFAULT_DURATION_US
     vocab: int = 64
     plan_capacity: int = 1 << 16
     float_workspace: int = 1 << 16
     load_tokens: int = 32
+    load_rows: int = 8
     attend: bool = True
     graphs: bool = False
     observe: bool = False
-    piecewise: bool = False
 
     def __post_init__(self) -> None:
         """Refuse sizes outside the study."""
@@ -141,6 +153,9 @@ class Buffers:
         self.kv = random(slots, 2, g.num_kv_heads, g.head_dim)
         blocks = np.arange(1, 1 + b * config.num_columns, dtype=np.int32)
         self.block_table = device.tensor(rng.permutation(blocks).reshape(b, -1), name="block_table")
+        self.row_pointers = empty([b + 1], i32, "row_pointers")
+        self.page_indices = empty([b * (config.num_columns + 1)], i32, "page_indices")
+        self.last_pages = empty([b], i32, "last_pages")
         self.positions = empty([b], i64, "positions")
         self.seq_lens = empty([b], i32, "seq_lens")
         self.slots = empty([b], i64, "slots")
@@ -174,8 +189,9 @@ class MtpProposer:
         self.other = device.stream("other")
         self.buffers = Buffers(device, config, seed)
         self.planner = Planner(config.geometry)
-        self.staging = Staging(device, config.plan_capacity, piecewise=config.piecewise, **arm.staging)
+        self.staging = Staging(device, config.plan_capacity, **arm.staging)
         self.host_lengths = device.host_buffer([config.batch], torch.int32, pinned=False, name="seq_lens")
+        self.page_staging = [self._page_staging() for _ in range(config.num_speculative_tokens - 1)]
         self.plans: dict[int, Plan] = {}
         self._graphs: dict[str, Graph] = {}
         if config.graphs:
@@ -198,7 +214,7 @@ class MtpProposer:
         for i in range(1, self.config.num_speculative_tokens):
             self._advance()
             if shadow is None or self.arm.reread:
-                shadow = self._read_lengths()
+                shadow = self.read_lengths()
             else:
                 shadow = shadow + 1
             self._build(i, shadow)
@@ -231,19 +247,46 @@ class MtpProposer:
             c.geometry.page_size,
         )
 
-    def _read_lengths(self) -> npt.NDArray[np.int32]:
+    def read_lengths(self) -> npt.NDArray[np.int32]:
         """The blocking read: into pageable memory, so the call returns when the stream has drained."""
         self.device.copy_async(self.host_lengths, self.buffers.seq_lens, self.stream, name="seq_lens to host")
         lengths: npt.NDArray[np.int32] = self.host_lengths[:]
         return lengths
 
     def _build(self, i: int, lengths: npt.NDArray[np.int32]) -> None:
-        """Plan for these lengths and send the plan on its way."""
+        """Send the page ids of these lengths, plan for them, and send the plan on its way."""
         if self.arm.plan_once and i > 1:
             self.plans[i] = self.plans[1]
             return
+        if self.arm.pages:
+            self._send_pages(i, lengths)
         self.plans[i] = self.planner.plan(lengths)
         self.staging.send(self.plans[i], self.buffers.workspaces.ints, self.stream)
+
+    def _page_staging(self) -> tuple[HostBuffer, HostBuffer]:
+        """Page-locked memory of one pass: row pointers, and lengths of last pages."""
+        b = self.config.batch
+        pointers = self.device.host_buffer([b + 1], torch.int32, name="row pointers")
+        return pointers, self.device.host_buffer([b], torch.int32, name="last pages")
+
+    def _send_pages(self, i: int, lengths: npt.NDArray[np.int32]) -> None:
+        """What stands in the stream between the lengths and the plan of a build."""
+        b, size = self.buffers, self.config.geometry.page_size
+        pages = -(-lengths // size)
+        pointers, last = self.page_staging[i - 1]
+        pointers[1:] = np.cumsum(pages)
+        self.device.copy_async(b.row_pointers, pointers, self.stream, name="row pointers copy")
+        self.device.launch(
+            split_attention.gather_pages if self.config.attend else _gather_nothing,
+            *(b.block_table, b.row_pointers, b.page_indices),
+            stream=self.stream,
+            reads=(b.block_table, b.row_pointers),
+            writes=(b.page_indices,),
+            name="gather pages",
+            duration_us=self.config.pages_us,
+        )
+        last[:] = lengths - size * np.maximum(pages - 1, 0)
+        self.device.copy_async(b.last_pages, last, self.stream, name="last pages copy")
 
     def _write_buffers(self) -> None:
         """The two writes that were blamed: same stream as the model that reads them."""
@@ -292,6 +335,7 @@ class MtpProposer:
                 plan,
                 w,
                 b.out,
+                self.config.load_rows,
                 stream=self.stream,
                 reads=(w.ints, w.floats),
                 writes=(b.out,),
@@ -343,6 +387,12 @@ class MtpProposer:
             writes=writes,
             name=name,
         )
+
+
+def _gather_nothing(
+    block_table: torch.Tensor, row_pointers: torch.Tensor, page_indices: torch.Tensor
+) -> None:
+    """In place of `split_attention.gather_pages`."""
 
 
 def _first(
