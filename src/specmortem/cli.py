@@ -13,6 +13,7 @@ from specmortem import __version__
 from specmortem.audit.command import audit, campaign
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
 from specmortem.load.command import load
+from specmortem.serving.command import engine
 
 if TYPE_CHECKING:
     from specmortem.report.batch import RunResult
@@ -164,15 +165,26 @@ def triage(ctx: click.Context, files: tuple[str, ...], form: str) -> None:
 
 
 @main.command()
+@click.option("--engine", "engines", is_flag=True, help="Say what whole engines lack instead.")
+@click.option(
+    "--python", "place", metavar="PYTHON|DIR:DIR", help="With --engine: where vLLM is, if not here."
+)
 @click.pass_context
-def doctor(ctx: click.Context) -> None:
+def doctor(ctx: click.Context, engines: bool, place: str | None) -> None:
     """Say what this machine can run, and why not the rest.
 
-    Exit code: 0 the CPU experiments can run, 1 something they need is missing.
+    Exit code: 0 the CPU experiments (with --engine: whole engines) can run, 1 something they need is missing.
     """
     from specmortem.doctor import examine
 
-    checks = examine()
+    if place is not None and not engines:
+        raise BadInputError("--python asks about whole engines; give --engine with it")
+    if engines:
+        from specmortem.serving.examine import examine_engine
+
+        checks = examine_engine(place)
+    else:
+        checks = examine()
     _print_table(("check", "", "what it means"), [(c.name, c.word, c.meaning) for c in checks])
     ctx.exit(int(any(check.required and check.word == "missing" for check in checks)))
 
@@ -189,6 +201,7 @@ def incidents() -> None:
 main.add_command(audit)
 main.add_command(campaign)
 main.add_command(load)
+main.add_command(engine)
 
 
 def _chosen(slugs: Sequence[str], every: bool) -> list[str]:

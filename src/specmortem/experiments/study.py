@@ -11,6 +11,7 @@ from specmortem import device as devices
 from specmortem import probes
 from specmortem.errors import UnavailableError
 from specmortem.isolation import Arm, Ended, run_arm
+from specmortem.serving import exact
 from specmortem.verdict import DeviceInfo, DeviceKind, Evidence, Outcome, Row
 
 RELEASES = (
@@ -108,7 +109,7 @@ def total(
 
 def upper_bound(runs: int, faults: int) -> float | None:
     """95 % upper bound of the rate after 0 faults in `runs` independent runs; None when there were faults."""
-    return round(1 - 0.05 ** (1 / runs), 8) if runs and not faults else None
+    return round(exact.zero_bound(runs), 8) if runs and not faults else None
 
 
 def release_table(rows: Sequence[Row]) -> pd.DataFrame:

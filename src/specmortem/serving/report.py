@@ -1,0 +1,134 @@
+"""What engine runs say, as tables for notebooks, terminals and pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from markupsafe import escape
+
+from specmortem.serving import compare
+from specmortem.serving.compare import MEASURES, Measure
+from specmortem.serving.result import FILE_NAME, ArmResult, EngineResults
+
+NOT_RUN = "not yet run on a GPU"
+FOLDER = Path("runs") / "engine"
+
+
+def committed(path: Path) -> EngineResults | None:
+    """The results of a file, of a folder, or of an incident's folder below `investigations`; None where none are.
+
+    Raises BadInputError for a file that is not one.
+    """
+    places = (path, path / FILE_NAME, path / FOLDER / FILE_NAME)
+    found = next((place for place in places if place.is_file()), None)
+    return EngineResults.load(found) if found is not None else None
+
+
+def engine_section(path: Path | str) -> pd.DataFrame | None:
+    """One row an arm, or None when no result is there: the page then says `NOT_RUN`.
+
+    `path` is a result file, its folder, or the folder of an incident. The frame's `attrs` hold what the page has to
+    say beside it: `question`, `status`, `commands`, `device`, `notes`, `caveat`.
+    """
+    results = committed(Path(path))
+    return None if results is None else arms_table(results)
+
+
+def comparison_section(path: Path | str) -> pd.DataFrame | None:
+    """One row a pair of arms and a measure, or None when no result is there."""
+    results = committed(Path(path))
+    return None if results is None else comparisons_table(results)
+
+
+def arms_table(results: EngineResults) -> pd.DataFrame:
+    """One row an arm: counts with exact intervals, acceptance, times, and how engines ended."""
+    table = pd.DataFrame([_arm_row(arm) for arm in results.arms])
+    table.attrs = {
+        "question": results.question,
+        "status": results.status,
+        "commands": results.command.split("\n"),
+        "device": ", ".join(sorted({s.device for arm in results.arms for s in arm.starts if s.device})),
+        "notes": list(results.notes),
+        "caveat": compare.CAVEAT,
+    }
+    return table
+
+
+def _arm_row(arm: ArmResult) -> dict[str, object]:
+    middle, high = compare.step_times(arm)
+    delays = compare.delays(arm)
+    return {
+        "arm": arm.name,
+        "vllm": arm.config["vllm"],
+        "what it is": arm.says,
+        "runs": f"{len(arm.runs)} of {arm.planned} in {len(arm.starts)} starts",
+        **{measure.name: _counted(arm, measure) for measure in MEASURES},
+        "accepted drafts": compare.acceptance(arm),
+        "step, median ms": f"{middle:.2f}" if middle is not None else "",
+        "step, p99 ms": f"{high:.2f}" if high is not None else "",
+        "idle GPU work, median us": f"{delays[0]:,.0f} to {delays[1]:,.0f}" if delays else "",
+        "ends": compare.kinds(arm),
+    }
+
+
+def _counted(arm: ArmResult, measure: Measure) -> str:
+    """Runs with their interval, and requests."""
+    found, counted = compare.rate(arm, measure), compare.requests(arm, measure)
+    if not found.trials:
+        return "not judged"
+    return str(found) if counted is None else f"{found}; {counted[0]:,} of {counted[1]:,} requests"
+
+
+def comparisons_table(results: EngineResults) -> pd.DataFrame:
+    """One row a pair and a measure: both rates, p, p over the pairs, and the sentence."""
+    columns = ["pair", "variable", "measure", "left", "right", "p", "p (Holm)", "what it amounts to"]
+    rows = [
+        (
+            f"{each.left} / {each.right}",
+            each.variable,
+            each.measure.said,
+            str(each.rates[0]),
+            str(each.rates[1]),
+            "" if each.p is None else f"{each.p:.2g}",
+            "" if each.adjusted is None else f"{each.adjusted:.2g}",
+            each.said,
+        )
+        for each in compare.comparisons(results)
+    ]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def markdown(results: EngineResults) -> str:
+    """Both tables, the commands and the notes."""
+    pins = sorted({f"vllm=={arm.config['vllm']}" for arm in results.arms})
+    lines = [f"## {results.incident}: on the whole engine", "", results.question, ""]
+    lines += [f"Status: {results.status}. Seed {results.seed}. Pins: {', '.join(pins)}.", ""]
+    lines += [*_markdown_table(arms_table(results)), "", *_markdown_table(comparisons_table(results)), ""]
+    lines += [compare.CAVEAT, "", *(f"- {note}" for note in results.notes), ""]
+    lines += ["```", *results.command.split("\n"), "```", ""]
+    return "\n".join(lines)
+
+
+def _markdown_table(table: pd.DataFrame) -> list[str]:
+    def row(cells: list[object]) -> str:
+        return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    return [
+        row(list(table.columns)),
+        row(["---"] * len(table.columns)),
+        *(row(list(cells)) for cells in table.itertuples(index=False)),
+    ]
+
+
+def html(results: EngineResults) -> str:
+    """Both tables, the commands and the notes, as a fragment."""
+    with pd.option_context("display.max_colwidth", None):
+        tables = [
+            table.to_html(index=False, border=0)
+            for table in (arms_table(results), comparisons_table(results))
+        ]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in results.notes)
+    told = f"<p>{escape(results.question)} Status: {escape(results.status)}.</p>"
+    tail = f"<p>{escape(compare.CAVEAT)}</p><ul>{notes}</ul><pre>{escape(results.command)}</pre>"
+    return "\n".join([told, *tables, tail])

@@ -1,0 +1,296 @@
+"""Arms differ in one variable where they are compared, and say what is wrong with their file."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from engine_helpers import make, tables
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specmortem.errors import BadInputError, UnavailableError
+from specmortem.serving import arms
+from specmortem.serving.workload import SHAPES, Random, Recall, Workload, plan
+
+COMMITTED = arms.with_arms()
+
+
+def test_three_incidents_have_arms():
+    assert COMMITTED == ["async-accepted-counts", "dflash-oob", "mtp-draft-loop"]
+
+
+@pytest.mark.parametrize("slug", COMMITTED)
+def test_committed_pairs_differ_in_exactly_one_variable(slug):
+    found = arms.load(slug)
+    assert found.incident == slug
+    assert found.runs >= 5 and len(found.pairs) >= 3
+    for pair in found.pairs:
+        assert arms.differences(found.arm(pair.left), found.arm(pair.right)) == [pair.variable]
+
+
+@pytest.mark.parametrize("slug", COMMITTED)
+def test_committed_arms_are_compared_with_the_same_engine_without_speculation(slug):
+    found = arms.load(slug)
+    for arm in found.arms:
+        if arm.reference:
+            plain = found.arm(arm.reference)
+            assert "speculative_config" not in plain.engine
+            assert arms.differences(arm, plain) == ["engine.speculative_config"]
+
+
+@pytest.mark.parametrize("slug", COMMITTED)
+def test_committed_workloads_fit_the_engine(slug):
+    for arm in arms.load(slug).arms:
+        assert arm.workload.longest <= arm.engine["max_model_len"]
+
+
+def test_the_layouts_of_mtp_draft_loop_still_fault_by_the_planner():
+    from specmortem.experiments import mtp_layouts
+    from specmortem.kernels.split_attention import Geometry, Planner
+
+    found = arms.load("mtp-draft-loop")
+    arm, config = found.arm("before"), found.model.config
+    geometry = Geometry(
+        132,
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+        arm.engine["block_size"],
+    )
+    rows, drafts = mtp_layouts.first_row_outside(geometry), 5
+    for lengths in arm.workload.prompt_lengths:
+        plans = [Planner(geometry).plan([n + i for n in lengths]) for i in range(drafts)]
+        for later in range(2, drafts):
+            assert mtp_layouts.consequence(plans[1], mtp_layouts.overwritten(plans, 1, later), rows) == "read"
+        assert sum(lengths) <= arm.engine["max_num_batched_tokens"], "all prompts end in one step"
+        assert len(lengths) <= arm.engine["max_num_seqs"]
+
+
+def test_two_variables_in_a_pair_are_refused():
+    data = tables(other={"at": 1})
+    data["arms"][-1]["set"]["engine.max_num_seqs"] = 2
+    with pytest.raises(
+        BadInputError, match=r"sound and other differ in engine.max_num_seqs, env.FAKE_VLLM; compared"
+    ):
+        arms.parse(data)
+
+
+def test_a_pair_without_a_difference_is_refused():
+    with pytest.raises(BadInputError, match="differ in nothing"):
+        arms.parse(tables(other={}))
+
+
+def test_a_reference_that_differs_in_something_else_is_refused():
+    data = tables()
+    data["arms"] += [
+        {"name": "other", "reference": "plain", "set": {"engine.max_num_seqs": 2}},
+    ]
+    with pytest.raises(BadInputError, match="differ in engine.max_num_seqs, engine.speculative_config"):
+        arms.parse(data)
+    data["arms"][-1] = {"name": "other", "reference": "sound", "set": {"engine.max_num_seqs": 2}}
+    with pytest.raises(BadInputError, match="its reference sound differs in engine.max_num_seqs, not in"):
+        arms.parse(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d.update(extra=1), "no key 'extra'"),
+        (lambda d: d.pop("question"), "question is missing"),
+        (lambda d: d.update(runs=4), "runs = 4; an arm needs at least 5"),
+        (lambda d: d["model"].update(path="data"), r"give either path, a directory, or config"),
+        (lambda d: d["model"].update(colour=1), r"\[model\]: .*colour"),
+        (lambda d: d.update(runs="5"), "runs = '5'; give a whole number"),
+        (lambda d: d.update(runs=True), "runs = True; give a whole number"),
+        (lambda d: d.update(runs=5.5), "runs = 5.5; give a whole number"),
+        (lambda d: d.update(seed="x"), "seed = 'x'; give a whole number"),
+        (lambda d: d.update(notes="x"), "notes = 'x'; give a list"),
+        (lambda d: d.update(question=3), "question = 3; give text"),
+        (lambda d: d.update(run_timeout_s="x"), "run_timeout_s = 'x'; give a number"),
+        (lambda d: d.update(run_timeout_s=0), "run_timeout_s = 0; give a number of seconds above 0"),
+        (lambda d: d.update(start_timeout_s=float("inf")), "start_timeout_s = inf; give a number of seconds"),
+        (lambda d: d.update(start_timeout_s=float("nan")), "start_timeout_s = nan; give a number of seconds"),
+        (lambda d: d.update(workloads=[1]), r"workloads = \[1\]; give a table"),
+        (lambda d: d.update(workloads={"a": 1}), r"\[workloads.a\] holds 1; give a table"),
+        (lambda d: d.update(arms=[1]), r"\[\[arms\]\] holds 1; give a table"),
+        (lambda d: d.update(arms={"a": 1}), "arms = .*; give a list"),
+        (lambda d: d.update(pairs=[1]), r"\[\[pairs\]\] holds 1; give a table"),
+        (lambda d: d.update(base=[1]), r"base = \[1\]; give a table"),
+        (lambda d: d.update(model=[1]), r"model = \[1\]; give a table"),
+        (lambda d: d["model"].update(config=[1]), r"\[model\]: config = \[1\]; give a table"),
+        (lambda d: d.update(model={"path": 3}), r"\[model\]: path = 3; give text"),
+        (lambda d: d["model"].update(tasks=3), r"\[model\]: tasks = 3; give text"),
+        (lambda d: d["model"].update(vocab="x"), r"\[model\]: vocab = 'x'; give a whole number"),
+        (lambda d: d["base"].update(engine=[1]), r"\[base\]: engine = \[1\]; give a table"),
+        (lambda d: d["base"].update(env=[1]), r"\[base\]: env = \[1\]; give a table"),
+        (lambda d: d["base"].update(workload=[1]), r"\[base\]: workload = \[1\]; give text"),
+        (lambda d: d["arms"].append({"name": 3}), "name = 3; give text"),
+        (lambda d: d["arms"].append({"name": "x", "set": 3}), "arm x: set = 3; give a table"),
+        (lambda d: d["arms"].append({"name": "x", "set": {"engine": 3}}), "arm x: engine = 3; give a table"),
+        (lambda d: d["arms"].append({"name": "x", "set": {"workload": [1]}}), r"no workload \[1\]"),
+        (lambda d: d["arms"].append({"name": "x", "without": "vllm"}), "without = 'vllm'; give a list"),
+        (lambda d: d["arms"].append({"name": "x", "reference": 3}), "arm x: reference = 3; give text"),
+        (lambda d: d["pairs"].append({"left": 3, "right": "x"}), r"\[\[pairs\]\]: left = 3; give text"),
+        (lambda d: d["base"]["engine"].update(max_model_len="x"), "max_model_len = 'x'; give a whole"),
+        (lambda d: d["workloads"]["small"].update(shape=[1]), "workload small: "),
+        (lambda d: d["workloads"]["small"].update(requests="x"), "requests = 'x' is of the wrong kind"),
+        (lambda d: d["workloads"]["small"].update(temperature="x"), "temperature = 'x' is of the wrong"),
+        (lambda d: d["workloads"]["small"].update(ignore_eos=1), "ignore_eos = 1 is of the wrong kind"),
+        (lambda d: d["workloads"]["small"].update(concurrency=4), "concurrency = 4 is of the wrong kind"),
+        (lambda d: d["workloads"]["small"].update(concurrency=[1.5]), "are whole numbers"),
+        (lambda d: d["workloads"]["small"].update(prompt_tokens=[1.5, 2]), "are whole numbers"),
+        (lambda d: d["workloads"]["small"].update(prompt_tokens=["a", "b"]), "workload small: "),
+        (lambda d: d["workloads"]["small"].update(prompt_lengths=[1]), "workload small: "),
+        (lambda d: d["base"].update(vllm="latest"), "vllm = 'latest'; give a release"),
+        (lambda d: d["base"].update(gpu=1), r"\[base\]: no key 'gpu'"),
+        (lambda d: d["base"].update(workload="big"), "no workload 'big'; known: small"),
+        (lambda d: d["arms"].append({"name": "sound"}), "arm 'sound' is there twice"),
+        (lambda d: d["arms"].append({"name": "A B"}), "arm 'A B': a name is of"),
+        (lambda d: d["arms"].append({"name": "x", "note": 1}), "arm x: no key 'note'"),
+        (
+            lambda d: d["arms"].append({"name": "x", "without": ["engine.nothing"]}),
+            "the base has no such key",
+        ),
+        (lambda d: d["arms"].append({"name": "x", "set": {"vllm.a": 1}}), "vllm is not a table"),
+        (
+            lambda d: d["pairs"].append({"left": "sound", "right": "none"}),
+            "no arm 'none'; known: sound, plain",
+        ),
+        (lambda d: d["pairs"].append({"left": "sound", "middle": "x"}), r"\[\[pairs\]\]: no key 'middle'"),
+        (
+            lambda d: d["base"]["engine"].update(max_model_len=30),
+            "up to 44 tokens do not fit max_model_len = 30",
+        ),
+        (lambda d: d["workloads"]["small"].update(shape="tall"), "no shape 'tall'"),
+        (lambda d: d["workloads"]["small"].update(colour=1), "no field 'colour'"),
+        (lambda d: d["workloads"]["small"].update(max_tokens=[9, 3]), "max_tokens 9 to 3"),
+        (lambda d: d["workloads"]["small"].update(concurrency=[0]), "concurrency must lie between"),
+        (lambda d: d["workloads"]["small"].update(abort_share=2), "abort_share lies in 0 to 1"),
+        (lambda d: d["workloads"]["small"].update(gpu_delay_us=[1, 1], gpu_delay_steps=[1, 1]), "not both"),
+        (lambda d: d["workloads"]["small"].update(prompt_tokens=7), "workload small: "),
+    ],
+)
+def test_what_does_not_fit_is_named(change, said):
+    data = copy.deepcopy(tables())
+    change(data)
+    with pytest.raises(BadInputError, match=said):
+        arms.parse(data)
+
+
+def test_a_reference_for_sampled_answers_is_refused():
+    data = tables()
+    data["workloads"]["small"]["temperature"] = 0.7
+    data["arms"][0]["reference"] = "plain"
+    with pytest.raises(BadInputError, match="arm sound: sampled answers cannot be compared"):
+        arms.parse(data)
+
+
+@pytest.mark.parametrize("slug", COMMITTED)
+def test_committed_arms_keep_what_the_autotuner_has_timed(slug):
+    assert {arm.env["TRITON_CACHE_AUTOTUNING"] for arm in arms.load(slug).arms} == {"1"}
+
+
+def test_committed_arms_that_force_flashinfer_do_not_autotune_it():
+    for arm in arms.load("mtp-draft-loop").arms:
+        assert arm.engine["enable_flashinfer_autotune"] is False
+
+
+def test_a_file_is_named_in_its_error(tmp_path):
+    file = tmp_path / "engine.toml"
+    file.write_text("incident = 'x'\n")
+    with pytest.raises(BadInputError, match=r"engine\.toml: question is missing"):
+        arms.load(str(file))
+    file.write_text("incident = \n")
+    with pytest.raises(BadInputError, match="is not TOML"):
+        arms.load(str(file))
+    with pytest.raises(UnavailableError, match="incidents with engines: async-accepted-counts"):
+        arms.load("pp-align-copy")
+
+
+def test_a_model_with_random_weights_is_written_where_the_engine_finds_it(tmp_path):
+    found = arms.parse(tables())
+    folder = found.model.folder(tmp_path, tmp_path / "scratch")
+    assert json.loads((folder / "config.json").read_text()) == {"vocab_size": 256, "eos_token_id": 2}
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UnavailableError, match="no model in data/none"):
+        arms.Model(path="data/none").folder(tmp_path, tmp_path)
+
+
+def test_tasks_that_cannot_be_had_are_named():
+    with pytest.raises(BadInputError, match=r"\[model\] tasks = 'nowhere:tasks'"):
+        arms.Model(path="x", tasks="nowhere:tasks").source()
+
+
+RANGES = st.tuples(st.integers(1, 40), st.integers(0, 40)).map(lambda pair: (pair[0], sum(pair)))
+WORKLOADS = st.builds(
+    Workload,
+    name=st.just("w"),
+    source=st.just("a test"),
+    concurrency=st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple),
+    prompt_tokens=RANGES,
+    max_tokens=RANGES,
+    requests=st.integers(0, 9),
+    every=st.integers(0, 3),
+    abort_share=st.floats(0, 1),
+    abort_after=RANGES,
+    shared_prompt=st.booleans(),
+)
+
+
+@given(WORKLOADS, st.integers(0, 5), st.sampled_from([Recall(make), Random(64)]))
+def test_a_plan_holds_what_the_workload_says(workload, number, source):
+    told, answers = plan(workload, source, 7, number)
+    again, _ = plan(workload, source, 7, number)
+    assert told == again
+    requests = [request for part in told["rounds"] for request in part["requests"]]
+    assert [part["concurrency"] for part in told["rounds"]] == list(workload.concurrency)
+    assert len(requests) == workload.total == len(answers) == len({r["id"] for r in requests})
+    low, high = workload.prompt_tokens
+    for request in requests:
+        assert low <= len(request["prompt"]) <= high
+        assert workload.max_tokens[0] <= request["max_tokens"] <= workload.max_tokens[1]
+        assert len(request["prompt"]) + request["max_tokens"] <= workload.longest
+        answer = answers[request["id"]]
+        assert answer is None if isinstance(source, Random) else len(answer) == request["max_tokens"]
+    if workload.shared_prompt:
+        assert all(len({tuple(r["prompt"]) for r in part["requests"]}) == 1 for part in told["rounds"])
+    assert Workload.from_dict(json.loads(json.dumps(workload.as_dict()))) == workload
+
+
+def test_another_seed_and_another_run_ask_for_something_else():
+    workload = SHAPES["churn"]
+    plans = [plan(workload, Recall(make), seed, number)[0] for seed, number in ((1, 0), (1, 1), (2, 0))]
+    prompts = [json.dumps(each["rounds"]) for each in plans]
+    assert len(set(prompts)) == 3
+
+
+def test_given_lengths_are_those_of_the_prompts():
+    workload = Workload("w", "a test", (2, 3, 2), (1, 1), (4, 4), prompt_lengths=((30, 40), (10, 20, 50)))
+    told, _ = plan(workload, Random(64), 0, 0)
+    lengths = [[len(request["prompt"]) for request in part["requests"]] for part in told["rounds"]]
+    assert lengths == [[30, 40], [10, 20, 50], [30, 40]]
+    assert workload.longest == 54 and workload.total == 7
+
+
+def test_every_shape_names_its_report():
+    assert {shape.source.partition(":")[0].split(" ")[0] for shape in SHAPES.values()} == {
+        "vllm#42603",
+        "z-lab/dflash#146",
+        "vllm#55951",
+        "vllm#45100",
+        "vllm#40756",
+    }
+
+
+def test_recall_prompts_come_with_their_answers():
+    from specmortem.serving import tasks
+
+    workload = SHAPES["churn"]
+    told, answers = plan(workload, Recall(tasks.tasks), 3, 0)
+    first = told["rounds"][0]["requests"][0]
+    assert first["prompt"][0] == tasks.BOS
+    assert len(answers[first["id"]]) == first["max_tokens"]
