@@ -120,8 +120,10 @@ def surroundings() -> dict[str, Any]:
 
 def origin() -> dict[str, Any]:
     """Which process this is: a fork has the command line of the supervisor."""
+    parent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
     return {
         "parent": os.getppid(),
+        "parent_since": int(parent[19]),  # clock ticks; a process id alone may come back
         "forked": "supervise" in sys.orig_argv,
         "torch": "torch" in sys.modules,
         "threads": len(list(Path("/proc/self/task").iterdir())),

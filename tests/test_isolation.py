@@ -198,9 +198,9 @@ def test_simulated_arms_run_as_many_at_a_time_as_allowed_and_cuda_arms_one_at_a_
 
 
 def test_simulated_arms_are_forks_of_one_single_threaded_supervisor() -> None:
-    ends = run_arms([arm("origin"), arm("origin")])
-    assert ends[0].value == {"parent": ends[1].value["parent"], "forked": True, "torch": True, "threads": 1}
-    assert ends[0].value["parent"] != os.getpid()
+    one, other = (end.value for end in run_arms([arm("origin"), arm("origin")]))
+    assert one == other == {**one, "forked": True, "torch": True, "threads": 1}
+    assert one["parent"] != os.getpid()
 
 
 @pytest.mark.parametrize("device", ["sim", "cuda"])
@@ -457,8 +457,10 @@ def kept() -> Iterator[None]:
     isolation.keep_supervisors(wanted=False)
 
 
-def supervisors(count: int = 1) -> set[int]:
-    return {end.value["parent"] for end in run_arms([arm("origin")] * count)}
+def supervisors(count: int = 1) -> set[tuple[int, int]]:
+    """Their process ids and when they started."""
+    ended = run_arms([arm("origin")] * count)
+    return {(end.value["parent"], end.value["parent_since"]) for end in ended}
 
 
 def test_without_asking_each_call_has_a_supervisor_of_its_own() -> None:
@@ -480,8 +482,8 @@ def test_other_surroundings_get_another_supervisor(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("kept")
 def test_a_kept_supervisor_that_died_is_replaced() -> None:
     (before,) = supervisors()
-    os.kill(before, signal.SIGKILL)
-    assert gone(before)
+    os.kill(before[0], signal.SIGKILL)
+    assert gone(before[0])
     assert supervisors() != {before}
 
 
@@ -497,6 +499,6 @@ def test_a_call_left_in_the_middle_keeps_nothing() -> None:
 
 def test_keeping_none_ends_what_was_kept() -> None:
     isolation.keep_supervisors()
-    (supervisor,) = supervisors()
+    ((supervisor, _),) = supervisors()
     isolation.keep_supervisors(wanted=False)
     assert gone(supervisor)
