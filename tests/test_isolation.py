@@ -450,8 +450,14 @@ def test_a_cuda_fault_has_its_kind_and_leaves_the_next_arm_unharmed() -> None:
     assert ends[-1].value == 8.0
 
 
+@pytest.fixture(autouse=True)
+def none_kept() -> None:
+    """An audit in the same process keeps its supervisors."""
+    isolation.keep_supervisors(wanted=False)
+
+
 @pytest.fixture
-def kept() -> Iterator[None]:
+def kept(none_kept: None) -> Iterator[None]:
     isolation.keep_supervisors()
     yield
     isolation.keep_supervisors(wanted=False)

@@ -134,7 +134,7 @@ def judge_all(
 ) -> list[Judged]:
     """Judge, in the order of `tasks`; where files turn out to be needed, `trees` fetch them and it runs again.
 
-    One batch at a time in a process: the environment is scrubbed meanwhile.
+    One batch at a time in a process: the environment is scrubbed meanwhile. Supervisors are kept from then on.
     """
     judged: dict[int, Judged] = {}
     waiting = list(range(len(tasks)))
