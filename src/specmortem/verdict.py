@@ -172,12 +172,7 @@ class Results:
 
         Raises BadInputError that names `source` and the first field that is wrong.
         """
-        import jsonschema  # takes a second: only readers pay
-
-        error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema()).iter_errors(data))
-        if error is not None:
-            where = "/".join(str(p) for p in error.absolute_path) or "top level"
-            raise BadInputError(f"{source}: {where}: {error.message}")
+        check_schema(data, schema(), source)
         rows = tuple(Row.from_dict(r) for r in data["rows"])
         return cls(data["incident"], DeviceInfo(**data["device"]), rows, data["versions"])
 
@@ -194,15 +189,30 @@ class Results:
 
         Raises BadInputError naming the file when it is not one.
         """
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UnavailableError(f"cannot read {path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise BadInputError(
-                f"{path} is not JSON ({error}); run `specmortem run` again to write it"
-            ) from error
-        return cls.from_dict(data, str(path))
+        return cls.from_dict(read_json(path, "specmortem run"), str(path))
+
+
+def read_json(path: Path, command: str) -> Any:
+    """What a result file holds; `command` writes such files.
+
+    Raises UnavailableError when it cannot be read, BadInputError when it is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnavailableError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise BadInputError(f"{path} is not JSON ({error}); run `{command}` again to write it") from error
+
+
+def check_schema(data: Any, schema: Mapping[str, Any], source: str) -> None:
+    """Raises BadInputError that names `source` and the first field that the schema refuses."""
+    import jsonschema  # takes a second: only readers pay
+
+    error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(data))
+    if error is not None:
+        where = "/".join(str(part) for part in error.absolute_path) or "top level"
+        raise BadInputError(f"{source}: {where}: {error.message}")
 
 
 @cache

@@ -181,21 +181,12 @@ def page(audit: Audit) -> str:
 
     Raises BadInputError when a text would make the page fetch or run something.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
+    from specmortem.report.html import standalone
 
-    from specmortem.errors import BadInputError
-    from specmortem.report.html import TEMPLATES, check_self_contained
-
-    environment = Environment(
-        loader=FileSystemLoader([Path(__file__).parent, TEMPLATES]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.globals["style"] = Markup((TEMPLATES / "style.css").read_text(encoding="utf-8"))
-    text: str = environment.get_template("audit.html.j2").render(
+    return standalone(
+        Path(__file__).parent,
+        "audit.html.j2",
+        "the audit",
         date=today(),
         versions=versions(),
         device=audit.device,
@@ -205,9 +196,6 @@ def page(audit: Audit) -> str:
         marks=MARKS,
         reached=REACHED,
     )
-    if problems := check_self_contained(text):
-        raise BadInputError(f"the page of the audit would not stand alone: {'; '.join(problems[:3])}")
-    return text
 
 
 def _groups(audit: Audit) -> list[tuple[str, list[tuple[str, str, list[Row], list[tuple[str, list[Row]]]]]]]:

@@ -156,21 +156,14 @@ def page(result: Result) -> str:
 
     Raises BadInputError when a text would make the page fetch or run something.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    from specmortem.errors import BadInputError
-    from specmortem.report.html import TEMPLATES, check_self_contained
+    from specmortem.report.html import standalone
 
-    environment = Environment(
-        loader=FileSystemLoader([Path(__file__).parent, TEMPLATES]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.globals["style"] = Markup((TEMPLATES / "style.css").read_text(encoding="utf-8"))
-    text: str = environment.get_template("load.html.j2").render(
+    return standalone(
+        Path(__file__).parent,
+        "load.html.j2",
+        "the load",
         result=result,
         headline=headline(result),
         status=STATUS_SAID[result.status],
@@ -182,9 +175,6 @@ def page(result: Result) -> str:
         ids_shown=IDS_SHOWN,
         number=number,
     )
-    if problems := check_self_contained(text):
-        raise BadInputError(f"the page of the load would not stand alone: {'; '.join(problems[:3])}")
-    return text
 
 
 def _figures(result: Result) -> list[tuple[str, str]]:

@@ -12,10 +12,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from specmortem.errors import BadInputError, UnavailableError
+from specmortem.errors import BadInputError
 from specmortem.load.metrics import Window
 from specmortem.load.outcome import UNREMARKABLE, Outcome, Record
-from specmortem.verdict import write_atomically
+from specmortem.verdict import check_schema, read_json, write_atomically
 
 SCHEMA_VERSION = 1
 
@@ -148,12 +148,7 @@ class Result:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "result") -> Result:
         """Check against the schema and build. Raises BadInputError naming `source` and what is wrong."""
-        import jsonschema
-
-        error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema()).iter_errors(data))
-        if error is not None:
-            where = "/".join(str(p) for p in error.absolute_path) or "top level"
-            raise BadInputError(f"{source}: {where}: {error.message}")
+        check_schema(data, schema(), source)
         acceptance, names = data["acceptance"], {sign.value for sign in Sign}
         made = cls(
             **{
@@ -176,13 +171,7 @@ class Result:
     @classmethod
     def load(cls, path: Path) -> Result:
         """Read and check a result file. Raises BadInputError naming the file when it is not one."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UnavailableError(f"cannot read {path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise BadInputError(f"{path} is not JSON ({error}); run `specmortem load` again") from error
-        return cls.from_dict(data, str(path))
+        return cls.from_dict(read_json(path, "specmortem load"), str(path))
 
 
 def _check_sums(made: Result, data: Mapping[str, Any], source: str) -> None:

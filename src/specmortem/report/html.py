@@ -24,7 +24,7 @@ from specmortem.report.selfcontained import check_self_contained
 from specmortem.report.summary import Summary, summarize
 from specmortem.verdict import Results, write_atomically
 
-__all__ = ["Run", "check_self_contained", "index_page", "page", "render", "summary_html"]
+__all__ = ["Run", "check_self_contained", "index_page", "page", "render", "standalone", "summary_html"]
 
 TEMPLATES = Path(__file__).with_name("template")
 EXECUTED, RESULTS, PAGE, INDEX = "executed.ipynb", "results.json", "postmortem.html", "index.html"
@@ -112,6 +112,15 @@ def _self_contained(text: str, name: str) -> str:
             f"the page of {name} would not stand alone: {'; '.join(problems[:3])}; change that output"
         )
     return text
+
+
+def standalone(folder: Path, template: str, name: str, **context: Any) -> str:
+    """A page of another part of the package: `template` lies in `folder`, what it includes here.
+
+    Raises BadInputError when a text would make the page of `name` fetch or run something.
+    """
+    environment = _environment().overlay(loader=FileSystemLoader([folder, TEMPLATES]))
+    return _self_contained(environment.get_template(template).render(**context), name)
 
 
 @cache

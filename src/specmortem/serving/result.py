@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from specmortem import isolation
-from specmortem.errors import BadInputError, UnavailableError
-from specmortem.verdict import write_atomically
+from specmortem.errors import BadInputError
+from specmortem.verdict import check_schema, read_json, write_atomically
 
 SCHEMA_VERSION = 1
 FILE_NAME = "engine.json"  # not results.json, which holds rows of another schema in folders beside this one
@@ -216,29 +216,18 @@ class EngineResults:
     @classmethod
     def load(cls, path: Path) -> EngineResults:
         """Read and check a result file. Raises BadInputError naming the file when it is not one."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UnavailableError(f"cannot read {path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise BadInputError(f"{path} is not JSON ({error}); run `specmortem engine` again") from error
-        return cls.from_dict(data, str(path))
+        return cls.from_dict(read_json(path, "specmortem engine"), str(path))
 
 
 def _check(data: Any, source: str) -> None:
     """By the schema; only its number where jsonschema is not installed, as beside an engine. Raises BadInputError."""
     try:
-        import jsonschema
+        check_schema(data, schema(), source)
     except ImportError:
         if not isinstance(data, dict) or data.get("schema") != SCHEMA_VERSION:
             raise BadInputError(
                 f"{source}: not a result of this version of specmortem: schema is not {SCHEMA_VERSION}"
             ) from None
-        return
-    error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema()).iter_errors(data))
-    if error is not None:
-        where = "/".join(str(part) for part in error.absolute_path) or "top level"
-        raise BadInputError(f"{source}: {where}: {error.message}")
 
 
 def _arm(data: Mapping[str, Any]) -> ArmResult:

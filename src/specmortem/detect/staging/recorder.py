@@ -193,7 +193,7 @@ class _Key:
     """Stands for a `torch.cuda.Event` and dies with it.
 
     No weak reference may be taken of the event itself: it inherits room for them from `torch.Event`, but does not clear
-    them when it is freed, and the next garbage collection ends the process (torch 2.11.0, Python 3.12).
+    them when it is freed, and a later garbage collection may end the process (torch 2.11.0, Python 3.12).
     """
 
 
