@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
+
 if "--atheris" in sys.argv:
     import atheris
 
@@ -112,15 +114,17 @@ def campaign(count: int, seed: int) -> int:
     return failed
 
 
-def main() -> None:
-    if "--atheris" in sys.argv:
-        atheris.Setup([sys.argv[0], *(a for a in sys.argv[1:] if a != "--atheris")], run)
-        atheris.Fuzz()
-        return
-    arguments = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
-    count, seed = int(arguments.get("--inputs", "200000")), int(arguments.get("--seed", "1"))
+@click.command()
+@click.option("--inputs", "count", default=200_000, show_default=True, type=click.IntRange(min=1))
+@click.option("--seed", default=1, show_default=True)
+def main(count: int, seed: int) -> None:
+    """Random bytes and mutations of made-up logs."""
     sys.exit(int(campaign(count, seed) > 0))
 
 
 if __name__ == "__main__":
-    main()
+    if "--atheris" in sys.argv:
+        atheris.Setup([sys.argv[0], *(a for a in sys.argv[1:] if a != "--atheris")], run)
+        atheris.Fuzz()
+    else:
+        main()
