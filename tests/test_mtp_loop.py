@@ -259,14 +259,33 @@ def test_timeline_marks_the_copies_that_carried_a_later_plan():
     assert [copy["carried"] for copy in loop.timeline("fresh")["copies"]] == [1, 2, 3, 4]
 
 
-def test_price_gives_ratios_of_the_median_times(monkeypatch):
-    told = {"before": [9.0, 100.0, 101.0], "event": [9.0, 101.0, 102.0], "stream-sync": [9.0, 120.0, 80.0]}
-    times = {arm: iter(found) for arm, found in told.items()}
-    monkeypatch.setattr(loop, "_time", lambda dev, one, steps, target_us: next(times[one.case.arm.name]))
-    rows = {row["arm"]: row for row in loop.price("sim", list(told), [2], steps=1, rounds=2)["rows"]}
-    assert [row["step_us"] for row in rows.values()] == [100.5, 101.5, 100.0]
-    assert rows["event"]["to_before"] == pytest.approx(101.5 / 100.5) and rows["before"]["to_before"] == 1
-    assert rows["before"]["to_stream-sync"] == pytest.approx(1.005)
+def test_a_price_is_the_median_of_the_ratios_of_single_rounds(monkeypatch):
+    told = {
+        "before": [9.0, 100.0, 200.0, 100.0],
+        "event": [9.0, 101.0, 204.0, 103.0],
+        "stream-sync": [9.0, 200.0, 250.0, 200.0],
+    }
+    times, turns = {arm: iter(found) for arm, found in told.items()}, []
+
+    def turn(dev, one, steps, target_us):
+        turns.append(one.case.arm.name)
+        return next(times[one.case.arm.name])
+
+    monkeypatch.setattr(loop, "_time", turn)
+    rows = {row["arm"]: row for row in loop.price("sim", list(told), [2], steps=1, rounds=3)["rows"]}
+    assert [row["step_us"] for row in rows.values()] == [100.0, 103.0, 200.0]
+    assert rows["before"]["to_before"] == 1 and rows["before"]["to_before_95"] == [1, 1]
+    assert rows["event"]["to_before"] == pytest.approx(1.02)
+    assert rows["event"]["to_before_95"] == pytest.approx([1.01, 1.03])
+    assert rows["before"]["to_stream-sync"] == 0.5
+    rounds = [tuple(turns[n : n + 3]) for n in range(0, len(turns), 3)]
+    assert all(set(each) == set(told) for each in rounds) and len(set(rounds)) > 1
+
+
+@pytest.mark.parametrize(("count", "first"), [(1, 0), (5, 0), (6, 0), (8, 0), (9, 1), (15, 3), (31, 9)])
+def test_the_interval_of_a_median_is_that_of_the_sign_test(count, first):
+    values = [float(n) for n in range(count)]
+    assert loop.median_interval(values[::-1]) == [first, count - 1 - first]
 
 
 def test_a_step_that_is_priced_does_all_of_its_work():

@@ -1,4 +1,6 @@
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -96,19 +98,19 @@ def test_on_a_gpu_the_unguarded_loop_runs_beside_the_others(device, controls, mo
     assert [row.arm for row in rows if row.arm in mtp.UNGUARDED] == list(mtp.UNGUARDED) * (device == "cuda")
 
 
-def test_a_price_judges_nothing_and_says_why_there_is_none(monkeypatch):
-    measured = {"device": {"name": "H200"}, "forward_us": 3000.0, "rows": []}
-    monkeypatch.setattr(mtp, "run_arms", lambda _: [Ended(STEPS, "value", measured)])
-    made = mtp.price_row(0, 5, 2)
-    assert (made.outcome, made.runs, made.evidence.reason) == (
-        "not-judged",
-        0,
-        "a measurement, not a verdict",
-    )
-    assert mtp.price_of([row("x", "clean"), made]) == (measured, "H200, forwards of 3,000 us")
-    monkeypatch.setattr(mtp, "run_arms", lambda _: [Ended(STEPS, "timeout", message="killed after 400 s")])
-    assert mtp.price_of([mtp.price_row(0, 5, 2)]) == ({}, "timeout: killed after 400 s")
-    assert mtp.price_of([]) == ({}, "not yet run on a GPU")
+def test_a_price_is_read_from_the_file_of_the_benchmark(tmp_path):
+    path = tmp_path / "price.json"
+    assert mtp.price_of(path) == ({}, "not yet run on a GPU")
+    measured = {"measured": "today", "device": {"name": "H200"}, "forward_us": 3000.0, "rows": []}
+    path.write_text(json.dumps(measured))
+    assert mtp.price_of(path) == (measured, "H200, today, forwards of 3,000 us")
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"device": "H200"}', "{"])
+def test_a_file_that_holds_no_price_is_refused(tmp_path, text):
+    (path := tmp_path / "price.json").write_text(text)
+    with pytest.raises(BadInputError, match=r"price.json .*benchmarks/mtp_price.py"):
+        mtp.price_of(path)
 
 
 def test_three_drafts_of_a_release_are_a_row_of_their_own(monkeypatch):
@@ -269,6 +271,7 @@ def test_price_is_told_over_before_and_over_the_synchronize():
     table = mtp.price_table(found)
     assert list(table.index) == ["before", "event", "stream-sync"]
     assert table.loc["before", "K = 2"].startswith("1.000 / ")
+    assert re.fullmatch(r"\d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\) / \d\.\d{3}", table.loc["event", "K = 2"])
     assert len(mtp_figures.price(found, "told").axes[0].lines) == 3
 
 

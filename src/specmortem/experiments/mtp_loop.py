@@ -9,11 +9,13 @@ isolation says so.
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -781,30 +783,59 @@ def price(
     ks: Sequence[int] = (2, 3, 4, 5, 6),
     forward_us: float = 3000.0,
     target_us: float = 2000.0,
-    steps: int = 50,
-    rounds: int = 7,
+    steps: int = 5,
+    rounds: int = 31,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Median microseconds of a step, arms side by side, and ratios to `before` and `stream-sync`.
 
-    The layout is one in which all passes have equal plans, so that no arm faults. Launch blocking needs a
-    process of its own.
+    A ratio is the median of those of single rounds, in which all arms have a turn, in an order of its own: what slows
+    the host for a while slows all of them. Beside it an interval that holds the median of such ratios with 95 %. The
+    layout is one in which all passes have equal plans, so that no arm faults. Launch blocking needs a process of its
+    own.
     """
     rows = []
     dev = open_device(device, "timed", arm_of(arms[0]), seed)
+    draw = random.Random(seed)
     for k in ks:
         loops = {arm: Loop(dev, _priced(arm, device, k, forward_us, seed), []) for arm in arms}
         times: dict[str, list[float]] = {arm: [] for arm in arms}
         for _ in range(rounds + 1):
-            for arm, loop in loops.items():
-                times[arm].append(_time(dev, loop, steps, target_us))
-        medians = {arm: statistics.median(found[1:]) for arm, found in times.items()}
-        for arm, median in medians.items():
-            ratios = {
-                f"to_{base}": median / medians[base] for base in ("before", "stream-sync") if base in medians
-            }
-            rows.append({"k": k, "arm": arm, "step_us": median, **ratios})
-    return {"device": dev.info.as_dict(), "forward_us": forward_us, "target_us": target_us, "rows": rows}
+            for arm in draw.sample(list(arms), len(arms)):
+                times[arm].append(_time(dev, loops[arm], steps, target_us))
+        measured = {arm: found[1:] for arm, found in times.items()}
+        rows += [{"k": k, "arm": arm, **_price_of(measured, arm)} for arm in arms]
+    return {
+        "device": dev.info.as_dict(),
+        "forward_us": forward_us,
+        "target_us": target_us,
+        "steps": steps,
+        "rounds": rounds,
+        "rows": rows,
+    }
+
+
+def _price_of(times: Mapping[str, Sequence[float]], arm: str) -> dict[str, Any]:
+    """Of an arm: median microseconds of a step, and its ratio to each base, with the interval."""
+    told: dict[str, Any] = {"step_us": statistics.median(times[arm])}
+    for base in ("before", "stream-sync"):
+        if base in times:
+            ratios = [mine / other for mine, other in zip(times[arm], times[base], strict=True)]
+            told |= {f"to_{base}": statistics.median(ratios), f"to_{base}_95": median_interval(ratios)}
+    return told
+
+
+def median_interval(values: Sequence[float], miss: float = 0.05) -> list[float]:
+    """Two of the values, between which the median of what they are drawn from lies, but for a chance of `miss`.
+
+    By order statistics: no shape is assumed. With fewer than six values the chance is larger.
+    """
+    ordered, count = sorted(values), len(values)
+    left, below = 0, 1 / 2**count
+    while left < (count - 1) // 2 and 2 * (below + math.comb(count, left + 1) / 2**count) <= miss:
+        left += 1
+        below += math.comb(count, left) / 2**count
+    return [ordered[left], ordered[-1 - left]]
 
 
 def _priced(arm: str, device: str, k: int, forward_us: float, seed: int) -> Case:

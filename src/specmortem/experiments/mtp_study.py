@@ -11,21 +11,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from specmortem import probes
+from specmortem.errors import BadInputError
 from specmortem.experiments import flashinfer_real as real
 from specmortem.experiments import mtp_loop, study
 from specmortem.incident import Hypothesis
 from specmortem.isolation import Arm, Ended, run_arms
 from specmortem.proposers.mtp import FIXED, HIDING
-from specmortem.verdict import DeviceKind, Evidence, Outcome, Row, Verdict
+from specmortem.verdict import DeviceKind, Evidence, Outcome, Row, Verdict, read_json
 
 MODULE = "specmortem.experiments.mtp_loop"
 DETECT = "specmortem.experiments.mtp_detect"
 REAL = "specmortem.experiments.flashinfer_real"
+BENCHMARK = "python benchmarks/mtp_price.py"
 PROBE = "specmortem.probes.mtp_draft_loop"
 SLUG, CAUSE = "mtp-draft-loop", "plan-staging-reuse"
 LONG_RUNS = (*FIXED, "stream-sync")
@@ -372,41 +375,41 @@ def detector_table(rows: Sequence[Row]) -> pd.DataFrame:
 # Price
 
 
-def price_row(seed: int, steps: int, rounds: int) -> Row:
-    """Microseconds of a step by arm and number of drafts, measured on the GPU, in one process.
+def price_of(path: Path) -> tuple[dict[str, Any], str]:
+    """What `benchmarks/mtp_price.py` wrote to `path`, and what to say above it; nothing where there is no file.
 
-    Nothing is compared, so the row judges nothing and counts no run.
+    Raises BadInputError for a file that it did not write.
     """
-    kwargs = {"device": "cuda", "steps": steps, "rounds": rounds, "seed": seed}
-    end = run_arms([Arm(f"{MODULE}:price", kwargs, "price", 400, "cuda")])[0]
-    if end.kind != "value":
-        return study.row(end, CAUSE, "price", "after", seed)
-    evidence = Evidence(reason="a measurement, not a verdict", detail=end.value)
-    return Row(CAUSE, "price", "after", "not-judged", 0, 0, seed, evidence)
-
-
-def price_of(rows: Sequence[Row]) -> tuple[dict[str, Any], str]:
-    """What a price row among these measured, and what to say above it; nothing and the reason where none did."""
-    row = next((row for row in rows if row.arm == "price"), None)
-    if row is None:
+    if not path.exists():
         return {}, "not yet run on a GPU"
-    found = dict(row.evidence.detail)
-    if "rows" not in found:
-        return {}, row.evidence.reason
-    return found, f"{found['device']['name']}, forwards of {found['forward_us']:,.0f} us"
+    found = read_json(path, BENCHMARK)
+    try:
+        return (
+            found,
+            f"{found['device']['name']}, {found['measured']}, forwards of {found['forward_us']:,.0f} us",
+        )
+    except (KeyError, TypeError) as error:
+        raise BadInputError(f"{path} holds no price; run `{BENCHMARK}` to write one") from error
 
 
 def price_table(found: Mapping[str, Any]) -> pd.DataFrame:
     """Arms x numbers of drafts: the time of a step over that of `before`, and over that of `stream-sync`."""
     frame = pd.DataFrame(found["rows"])
-    told = [f"{b:.3f} / {s:.3f}" for b, s in zip(frame["to_before"], frame["to_stream-sync"], strict=True)]
+    told = [_priced(row) for row in found["rows"]]
     wide = frame.assign(told=told).pivot(index="arm", columns="k", values="told")
     wide = wide.loc[list(dict.fromkeys(frame["arm"]))]
     return (
         wide.rename(columns=lambda k: f"K = {k}")
-        .rename_axis("to before / to stream-sync")
+        .rename_axis("to before (95 %) / to stream-sync")
         .rename_axis(None, axis=1)
     )
+
+
+def _priced(row: Mapping[str, Any]) -> str:
+    over = (
+        f" ({row['to_before_95'][0]:.3f} to {row['to_before_95'][1]:.3f})" if row["arm"] != "before" else ""
+    )
+    return f"{row['to_before']:.3f}{over} / {row['to_stream-sync']:.3f}"
 
 
 # The released loop with three drafts
