@@ -71,6 +71,17 @@ def test_the_reported_workload_becomes_a_row_and_a_table():
     assert lost.outcome == "not-judged" and lost.evidence.reason == "killed"
 
 
+def test_ranks_tell_the_devices_that_they_had():
+    detail = {"steps": [9, 9], "devices": ["H200", "H200"], "backend": "NCCL 2.28.9", "effect": "clean"}
+    made = [
+        Row(align.CAUSE, "ranks-nccl-2", "after", "clean", 1, 0, 0, Evidence(detail=detail)),
+        Row(align.CAUSE, "ranks-nccl-2", "before", "not-judged", 0, 0, 0, Evidence(reason="killed")),
+    ]
+    table = align.rank_table(made)
+    assert list(table["on"]) == ["2 x H200; NCCL 2.28.9", ""]
+    assert list(table["effect"]) == ["clean", "killed"]
+
+
 def test_lanes_are_summed_over_parts():
     row = Row(align.CAUSE, "random-workloads", "before", "fault", 2, 1, 0, Evidence())
     ended = [

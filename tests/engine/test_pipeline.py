@@ -118,6 +118,7 @@ def test_real_ranks_copy_wrongly_before_and_not_after(world_size):
     assert all(wrong > 0 for wrong in before["wrong_copies"][:-1]) and before["wrong_copies"][-1] == 0
     assert before["texts_wrong"] and before["agree"]
     assert after["effect"] == "clean" and after["wrong_copies"] == [0] * world_size
+    assert len(after["devices"]) == world_size and after["backend"] == "gloo"
 
 
 def test_real_ranks_say_what_the_pipeline_in_one_process_says():

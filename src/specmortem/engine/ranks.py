@@ -149,7 +149,17 @@ def run_rank(
         "nan_rows": one.sampler.nan_rows,
         "outputs": {str(name): tokens for name, tokens in one.scheduler.finished.items()},
         "expected": {str(name): tokens for name, tokens in said.texts.items()},
+        "device": dev.info.name,
+        "backend": backend_version(device) if group is not None else "",
     }
+
+
+def backend_version(device: str) -> str:
+    """What ranks talk over, with NCCL's version."""
+    if device != "cuda":
+        return "gloo"
+    nccl: Any = torch.cuda.nccl
+    return f"NCCL {'.'.join(map(str, nccl.version()))}"
 
 
 def _join(rank: int, world_size: int, meeting: str, device: str) -> Any:

@@ -230,6 +230,8 @@ def ranks(
         "steps": [one["steps"] for one in seen],
         "agree": all(one["outputs"] == outputs for one in seen),
         "requests": len(outputs),
+        "devices": [one["device"] for one in seen],
+        "backend": seen[0]["backend"],
         "texts_wrong": differ if len(differ) < 20 else len(differ),
         "texts_stuck": stuck if len(stuck) < 20 else len(stuck),
     }

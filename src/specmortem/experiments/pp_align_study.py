@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -233,6 +234,7 @@ def rank_table(rows: Sequence[Row]) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "ranks": row.arm.removeprefix("ranks-"),
+            "on": _on(row),
             "subject": row.subject,
             "steps": max(row.evidence.detail.get("steps", [0])),
             "copies by rank": row.evidence.detail.get("copies", ""),
@@ -241,6 +243,13 @@ def rank_table(rows: Sequence[Row]) -> pd.DataFrame:
         }
         for row in rows
     )
+
+
+def _on(row: Row) -> str:
+    """The devices of a run of real ranks, and what they talked over."""
+    counted = Counter(row.evidence.detail.get("devices", ()))
+    devices = ", ".join(f"{count} x {name}" for name, count in counted.items())
+    return f"{devices}; {row.evidence.detail.get('backend', '')}" if devices else ""
 
 
 def prefix_rows(device: DeviceKind) -> list[Row]:
