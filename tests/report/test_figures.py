@@ -1,3 +1,5 @@
+from html import unescape
+
 import pytest
 
 from specmortem.report import figures, tables
@@ -38,6 +40,14 @@ def test_a_shown_figure_carries_its_alternative_text_and_no_date(monkeypatch):
     ((svg, metadata),) = shown
     assert metadata["image/svg+xml"]["alt"] == "what it shows"
     assert "<title>what it shows</title>" in svg and "dc:date" not in svg
+
+
+def test_long_words_of_a_table_break_at_their_joints_and_say_the_same():
+    command = """--speculative-config={"method":"qwen3_next_mtp","num_speculative_tokens":2}"""
+    shown = tables.shown([{"a": command, "b": "2026-07-14", "c": "batch-row-index and_short/words"}]).data
+    assert '{<wbr>"method":<wbr>"qwen3_<wbr>next' in shown and shown.count("<wbr>") > 5
+    assert unescape(shown.replace("<wbr>", "")).count(command) == 1
+    assert "and_short/words" in shown and "2026\N{NON-BREAKING HYPHEN}07" in shown
 
 
 def test_tables_escape_and_mark_and_keep_long_text():

@@ -27,15 +27,22 @@ MARKS = {
     "refuted": "✗ refuted",
 }
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+CELL = re.compile(r"(?<=<td>)[^<]+")
+LONG = re.compile(r"\S{32,}")  # a command's argument, a path
+JOINT = re.compile(r"(?<=[,/=:_{}(.])(?=.)")
 
 
 def shown(table: pd.DataFrame | Iterable[Mapping[str, Any]]) -> HTML:
-    """A table for a page: every text whole, outcomes marked, the index as a plain first column."""
+    """A table for a page: every text whole, outcomes marked, the index as a plain first column.
+
+    Long words may break at their joints, so that one command does not squeeze the other columns.
+    """
     frame = table if isinstance(table, pd.DataFrame) else pd.DataFrame(list(table))
     named = frame.index.name is not None
     with pd.option_context("display.max_colwidth", None):
         html = marked(frame.reset_index() if named else frame).to_html(index=False, border=0, na_rep="")
-    return HTML(html)  # type: ignore[no-untyped-call]
+    breakable = CELL.sub(lambda cell: LONG.sub(lambda word: JOINT.sub("<wbr>", word[0]), cell[0]), html)
+    return HTML(breakable)  # type: ignore[no-untyped-call]
 
 
 def marked(table: pd.DataFrame) -> pd.DataFrame:
