@@ -392,24 +392,16 @@ def price_of(path: Path) -> tuple[dict[str, Any], str]:
         raise BadInputError(f"{path} holds no price; run `{BENCHMARK}` to write one") from error
 
 
-def price_table(found: Mapping[str, Any]) -> pd.DataFrame:
-    """Arms x numbers of drafts: the time of a step over that of `before`, and over that of `stream-sync`."""
+def price_table(found: Mapping[str, Any], base: str) -> pd.DataFrame:
+    """Arms x numbers of drafts: the time of a step over that of `base`, and the interval of the ratio's median."""
     frame = pd.DataFrame(found["rows"])
-    told = [_priced(row) for row in found["rows"]]
-    wide = frame.assign(told=told).pivot(index="arm", columns="k", values="told")
-    wide = wide.loc[list(dict.fromkeys(frame["arm"]))]
-    return (
-        wide.rename(columns=lambda k: f"K = {k}")
-        .rename_axis("to before (95 %) / to stream-sync")
-        .rename_axis(None, axis=1)
-    )
-
-
-def _priced(row: Mapping[str, Any]) -> str:
-    over = (
-        f" ({row['to_before_95'][0]:.3f} to {row['to_before_95'][1]:.3f})" if row["arm"] != "before" else ""
-    )
-    return f"{row['to_before']:.3f}{over} / {row['to_stream-sync']:.3f}"
+    told = [
+        f"{ratio:.3f} ({low:.3f} to {high:.3f})"
+        for ratio, (low, high) in zip(frame[f"to_{base}"], frame[f"to_{base}_95"], strict=True)
+    ]
+    wide = frame.assign(told=told)[frame["arm"] != base].pivot(index="arm", columns="k", values="told")
+    wide = wide.loc[[arm for arm in dict.fromkeys(frame["arm"]) if arm != base]]
+    return wide.rename(columns=lambda k: f"K = {k}").rename_axis(f"over {base}").rename_axis(None, axis=1)
 
 
 # The released loop with three drafts
