@@ -10,7 +10,8 @@ from specmortem.experiments import async_counts as arms
 from specmortem.experiments import async_counts_study as counts
 from specmortem.isolation import Arm, Ended
 from specmortem.report import async_counts_figures as drawn
-from specmortem.verdict import Evidence, Row
+from specmortem.serving import report as engines
+from specmortem.verdict import DeviceInfo, Evidence, Results, Row
 
 ROOT = Path(__file__).parents[1]
 LINES = ("before", "after", "blocking-copy")
@@ -139,6 +140,44 @@ def test_the_window_and_random_delays_become_rows():
     clean = next(row for row in rows if row.subject == "after")
     assert clean.evidence.detail["upper_bound_95_steps"] > 3 / clean.runs  # over steps, not rows
     assert counts.random_table(rows)["transitions"].iloc[1] == "20,032"
+
+
+def test_a_committed_gpu_run_is_shown_by_a_run_on_the_simulated_device_only(tmp_path):
+    detail = {"device": {"kind": "cuda", "name": "Some GPU", "driver": "1"}}
+    rows = [
+        Row(counts.NONE, arm, "before", "fault", 1, 1, 0, Evidence(detail=detail)) for arm in ("a-1", "b-1")
+    ]
+    path = Results(counts.SLUG, DeviceInfo("cuda", "Some GPU", "1"), tuple(rows)).save(
+        tmp_path / "results.json"
+    )
+    assert counts.earlier_rows(path, "cuda") == counts.earlier_rows(tmp_path / "none.json", "sim") == ()
+    (found,) = counts.of_arms(counts.earlier_rows(path, "sim"), "a-")
+    assert found.arm == "a-1"
+    assert counts.from_where([found], "sim") == "from the committed run on Some GPU"
+    assert counts.from_where([], "sim") == "not yet run on a GPU"
+    assert counts.from_where([], "cuda").startswith("this run is a GPU's")
+
+
+def test_the_windows_title_counts_host_delays_of_both_arms():
+    rows = [
+        Row(counts.NONE, "window", arm, "fault", 9, 3, None, Evidence(detail={"wrong": wrong}))
+        for arm, wrong in (("before", [0, 3, 1]), ("after", [0, 0, 2]))
+    ]
+    assert counts.window_title(rows) == "Wrong at 2 of 3 host delays before, at 1 of 3 after"
+
+
+def throughput(arm, median, rates):
+    detail = {"steps_a_second": median, "ratio_to_before": median / 200, "all": rates}
+    return Row(counts.NONE, "throughput", arm, "clean", 1, 0, None, Evidence(detail=detail))
+
+
+def test_throughput_is_told_against_both_other_paths_and_by_round():
+    rows = [throughput("before", 200, [100, 200, 400]), throughput("after", 300, [110, 300, 360])]
+    table = counts.throughput_table([*rows, throughput("blocking-copy", 150, [150, 150, 150])])
+    table = table.set_index("path")
+    assert table.loc["after", "ratio to before"] == "1.500"
+    assert table.loc["after", "by round"] == "0.900 to 1.500" and table.loc["before", "by round"] == ""
+    assert table.loc["after", "ratio to blocking-copy"] == "2.000"
 
 
 @pytest.mark.usefixtures("inline")
@@ -281,3 +320,29 @@ def test_a_cell_is_coloured_by_whose_count_it_holds():
     for step in wrong["history"][:gather]:
         array.follow(step)
     assert array.owners == ["P", "B", "C", "A"]
+
+
+def test_wrong_answers_of_engines_are_told_by_the_arms_that_gave_them():
+    found = engines.committed(ROOT / "investigations" / counts.SLUG)
+    table = counts.wrong_answers_table(found).set_index("wrong in")
+    alone, shared = table.loc["before"], table.loc["before, after, no-async, no-added-delay"]
+    assert len(table) == 2
+    assert list(alone) == [12, 7, "2", "203 of 222", 9]
+    assert list(shared) == [2, 2, "2", "19 of 40", 0]
+
+
+def test_an_answer_with_other_tokens_is_another_wrong_answer():
+    found = engines.committed(ROOT / "investigations" / counts.SLUG)
+    arms_by_name = {arm.name: arm for arm in found.arms}
+    first, *rest = arms_by_name["after"].runs
+    (request,) = first.kept
+    other = replace(request, got=(*request.got[:-1], request.got[-1] + 1))
+    arms_by_name["after"] = replace(arms_by_name["after"], runs=(replace(first, kept=(other,)), *rest))
+    edited = replace(found, arms=tuple(arms_by_name.values()))
+    table = counts.wrong_answers_table(edited).set_index("wrong in")
+    assert table["requests"].to_dict() == {
+        "before": 12,
+        "before, no-async, no-added-delay": 1,
+        "before, after, no-async, no-added-delay": 1,
+        "after": 1,
+    }

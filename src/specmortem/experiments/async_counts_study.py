@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from specmortem.experiments import study
 from specmortem.isolation import Arm, Ended, run_arms
-from specmortem.verdict import DeviceKind, Evidence, Outcome, Row
+from specmortem.serving import tasks, workload
+from specmortem.serving.result import ArmResult, EngineResults, Request
+from specmortem.verdict import DeviceKind, Evidence, Outcome, Results, Row
 
 MODULE = "specmortem.experiments.async_counts"
 SLUG = "async-accepted-counts"
@@ -85,6 +88,25 @@ def _counted(
     found, wrong = int(end.value[runs]), int(end.value[faults])
     evidence = Evidence(observed=f"{wrong:,} of {found:,} {runs}", detail={**end.value, "unit": runs})
     return Row(cause, arm, subject, "fault" if wrong else "clean", found, wrong, seed, evidence)
+
+
+def earlier_rows(path: Path, kind: DeviceKind) -> tuple[Row, ...]:
+    """Rows of a committed GPU run, to be shown by a run on the simulated device; none where there is no such file."""
+    return Results.load(path).rows if kind == "sim" and path.exists() else ()
+
+
+def of_arms(rows: Iterable[Row], prefix: str) -> list[Row]:
+    """Rows whose arm's name starts so."""
+    return [row for row in rows if row.arm.startswith(prefix)]
+
+
+def from_where(rows: Sequence[Row], kind: DeviceKind) -> str:
+    """What a page says above rows of `earlier_rows`, or in place of them."""
+    if kind == "cuda":
+        return "this run is a GPU's: its own rows are above"
+    if not rows:
+        return "not yet run on a GPU"
+    return f"from the committed run on {rows[0].evidence.detail['device']['name']}"
 
 
 def landing_rows(transitions: int, seed: int) -> list[Row]:
@@ -254,6 +276,13 @@ def window_rows(device: DeviceKind) -> list[Row]:
     return rows
 
 
+def window_title(rows: Iterable[Row]) -> str:
+    """At how many host delays a count was wrong, by arm."""
+    wrong = {row.subject: row.evidence.detail["wrong"] for row in rows}
+    hit = {arm: f"{sum(map(bool, each))} of {len(each)}" for arm, each in wrong.items()}
+    return f"Wrong at {hit['before']} host delays before, at {hit['after']} after"
+
+
 def random_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
     """A chain of random transitions with random host delays: all of them after in mode none, fewer elsewhere.
 
@@ -319,16 +348,23 @@ def throughput_rows(device: DeviceKind, rounds: int, steps: int) -> list[Row]:
 
 
 def throughput_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Medians and ratios."""
-    return pd.DataFrame(
-        {
-            "path": row.subject,
-            "steps a second": f"{row.evidence.detail['steps_a_second']:.1f}",
-            "ratio to before": f"{row.evidence.detail['ratio_to_before']:.3f}",
-            "rounds": len(row.evidence.detail["all"]),
-        }
-        for row in rows
-    )
+    """Medians and their ratios, and the range of the ratio to before over the rounds."""
+    found = {row.subject: row.evidence.detail for row in rows}
+    first, blocking = found["before"]["all"], found["blocking-copy"]["steps_a_second"]
+    lines = []
+    for path, detail in found.items():
+        by_round = [rate / other for rate, other in zip(detail["all"], first, strict=True)]
+        lines.append(
+            {
+                "path": path,
+                "steps a second": f"{detail['steps_a_second']:.1f}",
+                "ratio to before": f"{detail['ratio_to_before']:.3f}",
+                "by round": f"{min(by_round):.3f} to {max(by_round):.3f}" if path != "before" else "",
+                "ratio to blocking-copy": f"{detail['steps_a_second'] / blocking:.3f}",
+                "rounds": len(by_round),
+            }
+        )
+    return pd.DataFrame(lines)
 
 
 def metadata_rows(device: DeviceKind, drafts: int = 3) -> list[Row]:
@@ -508,3 +544,48 @@ def exposure_table(rows: Iterable[Row], defaults: Mapping[str, Any]) -> pd.DataF
             }
         )
     return pd.DataFrame(lines)
+
+
+def wrong_answers_table(results: EngineResults) -> pd.DataFrame:
+    """Exploratory: wrong answers of whole engines by the arms that gave them, each with the same tokens.
+
+    `wrong from token` counts from 1.
+    """
+    givers: dict[tuple[int, str, tuple[int, ...]], list[str]] = {}
+    asked: dict[tuple[int, str, tuple[int, ...]], tuple[Request, int]] = {}
+    for arm in results.arms:
+        for number, request, wrong in _wrong_answers(arm, results.seed):
+            key = (number, request.id, request.got)
+            givers.setdefault(key, []).append(arm.name)
+            asked[key] = request, wrong
+    return pd.DataFrame(
+        _given_by(arms, {key: asked[key] for key, by in givers.items() if by == list(arms)})
+        for arms in dict.fromkeys(map(tuple, givers.values()))
+    )
+
+
+def _wrong_answers(arm: ArmResult, seed: int) -> Iterable[tuple[int, Request, int]]:
+    """Run, request and how many of its tokens are wrong, for each wrong answer of an arm."""
+    load, recall = workload.Workload.from_dict(arm.config["workload"]), workload.Recall(tasks.tasks)
+    for run in arm.runs:
+        answers = workload.plan(load, recall, seed, run.run)[1]
+        for request in run.kept:
+            right = answers[request.id] or ()
+            if request.wrong_at is not None:
+                yield run.run, request, sum(a != b for a, b in zip(request.got, right, strict=False))
+
+
+def _given_by(
+    arms: Sequence[str], found: Mapping[tuple[int, str, tuple[int, ...]], tuple[Request, int]]
+) -> dict[str, Any]:
+    requests = [request for request, _ in found.values()]
+    starts = sorted({1 + request.wrong_at for request in requests if request.wrong_at is not None})
+    tokens = sum(len(request.got) for request in requests)
+    return {
+        "wrong in": ", ".join(arms),
+        "requests": len(requests),
+        "in runs": len({number for number, _, _ in found}),
+        "wrong from token": ", ".join(map(str, starts)),
+        "wrong tokens": f"{sum(wrong for _, wrong in found.values())} of {tokens}",
+        "ended in a loop": sum(request.ends_in_loop for request in requests),
+    }
