@@ -57,6 +57,22 @@ def tables(**cues):
     }
 
 
+def fake_gpu(folder, log):
+    """An environment with a torch whose idle work is a line of `log`: 2,000 cycles a microsecond."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(
+        "from types import SimpleNamespace as N\n"
+        "class Event:\n"
+        "    def __init__(self, enable_timing): pass\n"
+        "    def record(self): pass\n"
+        "    def synchronize(self): pass\n"
+        "    def elapsed_time(self, other): return 10.0\n"
+        f"cuda = N(_sleep=lambda c: open({str(log)!r}, 'a').write(f'{{c}}\\n'), Event=Event,\n"
+        "         is_available=lambda: True, synchronize=lambda: None, get_device_name=lambda i: 'Fake GPU')\n"
+    )
+    return Environment(path=(str(FAKE), str(folder)))
+
+
 def run(tmp_path, data, only=(), environments=None, **options):
     """Run arms of an experiment; gives the results."""
     found = arms.parse(data)

@@ -170,6 +170,13 @@ def test_a_reference_that_differs_in_something_else_is_refused():
         (lambda d: d["workloads"]["small"].update(abort_share=2), "abort_share lies in 0 to 1"),
         (lambda d: d["workloads"]["small"].update(gpu_delay_us=[1, 1], gpu_delay_steps=[1, 1]), "not both"),
         (lambda d: d["workloads"]["small"].update(prompt_tokens=7), "workload small: "),
+        (lambda d: d["workloads"]["small"].update(draft_delay_us=[2, 1]), "draft_delay_us 2 to 1; expected"),
+        (
+            lambda d: d["workloads"]["small"].update(draft_delay_us=[-1, 1]),
+            "draft_delay_us -1 to 1; expected",
+        ),
+        (lambda d: d["workloads"]["small"].update(draft_delay_us=[1]), "workload small: "),
+        (lambda d: d["workloads"]["small"].update(draft_delay_us=["a", "b"]), "workload small: "),
     ],
 )
 def test_what_does_not_fit_is_named(change, said):
@@ -177,6 +184,69 @@ def test_what_does_not_fit_is_named(change, said):
     change(data)
     with pytest.raises(BadInputError, match=said):
         arms.parse(data)
+
+
+def delayed(**engine):
+    data = tables()
+    data["arms"] = data["arms"][:1]
+    data["base"]["engine"] |= {"enforce_eager": True, **engine}
+    data["workloads"]["small"]["draft_delay_us"] = [3000, 3000.5]
+    return data
+
+
+def test_idle_work_in_front_of_draft_passes_is_told_to_the_child():
+    found = arms.parse(delayed())
+    work = found.arm("sound").workload
+    assert work.draft_delay_us == (3000, 3000.5)
+    assert plan(work, Random(64), 0, 0)[0]["draft_delay_us"] == [3000, 3000.5]
+    assert found.arm("sound").config()["workload"]["draft_delay_us"] == [3000, 3000.5]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda e: e.update(enforce_eager=False), "that are Python calls; set engine.enforce_eager = true"),
+        (lambda e: e.pop("enforce_eager"), "that are Python calls; set engine.enforce_eager = true"),
+        (
+            lambda e: e.update(speculative_config={"method": "mtp", "enforce_eager": False}),
+            "that are Python calls; set engine.enforce_eager = true",
+        ),
+        (lambda e: e.pop("speculative_config"), "needs draft passes; set engine.speculative_config"),
+        (
+            lambda e: e.update(speculative_config={"method": "ngram"}),
+            "a model that drafts; method ngram has none",
+        ),
+    ],
+)
+def test_idle_work_in_front_of_draft_passes_that_there_are_not_is_refused(change, said):
+    data = delayed()
+    change(data["base"]["engine"])
+    with pytest.raises(BadInputError, match=f"arm sound: workload.draft_delay_us .*{said}.*, or give"):
+        arms.parse(data)
+    data["workloads"]["small"]["draft_delay_us"] = [0, 0]
+    assert arms.parse(data).arm("sound").workload.draft_delay_us == (0, 0)
+
+
+def test_a_workload_without_it_reads_as_results_that_are_older():
+    older = SHAPES["churn"].as_dict()
+    assert "draft_delay_us" not in older and "gpu_delay_us" in older
+    assert Workload.from_dict(older) == SHAPES["churn"]
+
+
+def test_arms_that_force_flashinfer_name_it_for_the_drafter_too():
+    """Since vLLM 0.21.0 the drafter does not take the target's."""
+    backends = {
+        arm.name: (arm.engine["attention_backend"], arm.engine["speculative_config"]["attention_backend"])
+        for arm in arms.load("mtp-draft-loop").arms
+    }
+    assert backends.pop("draft-flash-attention") == ("FLASHINFER", "FLASH_ATTN")
+    assert set(backends.values()) == {("FLASHINFER", "FLASHINFER")}
+
+
+def test_only_one_arm_of_mtp_draft_loop_has_draft_passes_without_idle_work():
+    delays = {arm.name: arm.workload.draft_delay_us for arm in arms.load("mtp-draft-loop").arms}
+    assert delays.pop("no-added-delay") == (0, 0)
+    assert len(set(delays.values())) == 1 and min(delays["before"]) > 0
 
 
 def test_a_reference_for_sampled_answers_is_refused():
@@ -238,6 +308,7 @@ WORKLOADS = st.builds(
     abort_share=st.floats(0, 1),
     abort_after=RANGES,
     shared_prompt=st.booleans(),
+    draft_delay_us=st.sampled_from([(0.0, 0.0), (0.0, 10.0), (3000.0, 3000.0)]),
 )
 
 

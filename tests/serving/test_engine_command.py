@@ -118,6 +118,13 @@ def test_a_plan_counts_starts_runs_and_restarts(call, file):
         (lambda d: d["model"].pop("tasks"), 2.5),
         (lambda d: d["workloads"]["small"].update(gpu_delay_us=[30_000, 30_000]), 2),
         (lambda d: d["workloads"]["small"].update(gpu_delay_steps=[0.5, 1.5]), 2),
+        (
+            lambda d: (
+                d["base"]["engine"].update(enforce_eager=True)
+                or d["workloads"]["small"].update(draft_delay_us=[5_000, 15_000])
+            ),
+            2,
+        ),
         (lambda d: d["workloads"]["small"].update(concurrency=[6, 6]), 2),
     ],
 )

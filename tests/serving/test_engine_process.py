@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from engine_helpers import FAKE, HERE, run, tables
+from engine_helpers import FAKE, HERE, fake_gpu, run, tables
 
 from specmortem.errors import BadInputError
 from specmortem.serving import arms, campaign, compare, places, process, report
@@ -54,7 +54,12 @@ def test_a_sound_engine_answers_right_and_its_counters_are_read(tmp_path):
     assert all(each.kept == () and each.short == {} for each in arm.runs)
     assert [start.kind for start in arm.starts] == ["value"]
     assert arm.starts[0].versions["vllm"] == "0.23.0"
-    assert arm.starts[0].chosen == {"block_size": 16, "mamba_cache_mode": "none", "async_scheduling": True}
+    assert arm.starts[0].chosen == {
+        "block_size": 16,
+        "mamba_cache_mode": "none",
+        "async_scheduling": True,
+        "draft_attention": ["FLASH_ATTN"],
+    }
 
 
 def test_acceptance_is_that_of_each_run_and_fits_the_tokens(tmp_path):
@@ -74,6 +79,7 @@ def test_without_speculation_there_is_no_acceptance(tmp_path):
     arm = only_arm(run(tmp_path, tables(), ["plain"]), "plain")
     assert {each.acceptance for each in arm.runs} == {None}
     assert {tuple(each.emitted) for each in arm.runs} == {("1",)}
+    assert "draft_attention" not in arm.starts[0].chosen
 
 
 @pytest.mark.parametrize(
@@ -376,22 +382,9 @@ def test_rounds_begin_when_the_one_before_has_ended(tmp_path):
 
 def test_idle_gpu_work_is_put_in_front_of_every_step(tmp_path):
     assert compare.delays(only_arm(run(tmp_path / "calm", tables(), ["sound"]), "sound")) is None
-    torch = tmp_path / "torch"
-    torch.mkdir()
-    (torch / "__init__.py").write_text(
-        "from types import SimpleNamespace as N\n"
-        "class Event:\n"
-        "    def __init__(self, enable_timing): pass\n"
-        "    def record(self): pass\n"
-        "    def synchronize(self): pass\n"
-        "    def elapsed_time(self, other): return 10.0\n"
-        "cuda = N(_sleep=lambda c: open("
-        f"{str(tmp_path / 'cycles')!r}, 'a').write(f'{{c}}\\n'), Event=Event, is_available=lambda: True,\n"
-        "         synchronize=lambda: None, get_device_name=lambda i: 'Fake GPU')\n"
-    )
     data = tables()
     data["workloads"]["small"]["gpu_delay_us"] = [100, 200]
-    environment = Environment(path=(str(FAKE), str(tmp_path)))
+    environment = fake_gpu(tmp_path, tmp_path / "cycles")
     results = run(tmp_path / "out", data, ["sound"], {"0.23.0": environment})
     arm = only_arm(results, "sound")
     cycles = list(map(int, (tmp_path / "cycles").read_text().split()))
@@ -414,6 +407,77 @@ def test_idle_gpu_work_in_shares_of_a_step_begins_after_the_calm_steps(tmp_path)
     run.step_ms += [2.0] + [500.0] * 10
     delays = [run.delay() for _ in range(200)]
     assert 1000 <= min(delays) < 1200 and 2800 < max(delays) <= 3000
+
+
+def drafting(**cue):
+    """The tables of an experiment whose `delayed` arm has idle work in front of its draft passes."""
+    data = tables(delayed=cue)
+    data["base"]["engine"]["enforce_eager"] = True
+    data["arms"][-1]["set"]["workload.draft_delay_us"] = [100, 200]
+    return data | {"pairs": []}
+
+
+def test_idle_gpu_work_is_put_in_front_of_every_draft_pass(tmp_path):
+    log = tmp_path / "log"
+    environment = fake_gpu(tmp_path, log)
+    results = run(
+        tmp_path / "out", drafting(drafter="calls", log=str(log)), ["delayed"], {"0.23.0": environment}
+    )
+    arm = only_arm(results, "delayed")
+    assert arm.whole and {each.outcome for each in arm.runs} == {"whole"}
+    lines = log.read_text().splitlines()
+    calibrated = [at for at, line in enumerate(lines) if line == "20000000"]
+    before, after = lines[: calibrated[0]], lines[calibrated[-1] + 1 :]
+    assert len(calibrated) == 3
+    assert {line.split()[0] for line in before} == {"core", "draft"}, "no idle work in requests before run 0"
+    drafts = [at for at, line in enumerate(after) if line.startswith("draft")]
+    idle = [at for at, line in enumerate(after) if line.isdigit()]
+    assert idle == [at - 1 for at in drafts]
+    assert all(100 * 2000 <= int(after[at]) <= 200 * 2000 for at in idle)
+    assert (
+        len(drafts) == sum(each.draft_passes for each in arm.runs) == 3 * sum(each.steps for each in arm.runs)
+    )
+    assert all(100 <= each.draft_delay_us <= 200 and each.delay_us is None for each in arm.runs)
+    assert compare.delays(arm) is None
+    low, high, fewest, most = compare.draft_delays(arm)
+    assert 100 <= low <= high <= 200 and 0 < fewest <= most
+    assert " in front of each of " in report.markdown(results)
+
+
+def test_idle_gpu_work_of_drafts_is_the_same_for_the_same_seed(tmp_path):
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        environment = fake_gpu(tmp_path / name, tmp_path / name / "log")
+        data = drafting(drafter="calls")
+        found.append(run(tmp_path / name, data, ["delayed"], {"0.23.0": environment}).arms[0])
+    first, second = ([(r.draft_delay_us, r.draft_passes) for r in arm.runs] for arm in found)
+    assert first == second and len({delay for delay, _ in first}) > 1
+
+
+@pytest.mark.parametrize(
+    ("drafter", "phase", "said"),
+    [
+        (
+            "none",
+            "start",
+            "engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner (SimpleNamespace) "
+            "has no drafter",
+        ),
+        ("bare", "start", "the drafter (SimpleNamespace) has no model with a forward"),
+        ("compiled", "start", "the drafter's model (Model) is compiled; set enforce_eager = true"),
+        ("silent", "run", "no draft pass called the drafter's model, so none was delayed"),
+    ],
+)
+def test_an_engine_whose_draft_passes_cannot_be_delayed_leaves_its_arm_unjudged(
+    tmp_path, drafter, phase, said
+):
+    environment = fake_gpu(tmp_path, tmp_path / "log")
+    results = run(tmp_path / "out", drafting(drafter=drafter), ["delayed"], {"0.23.0": environment})
+    arm = only_arm(results, "delayed")
+    assert [(start.kind, start.phase) for start in arm.starts] == [("python-error", phase)]
+    assert f"draft_delay_us: {said}" in arm.not_judged
+    assert arm.runs == ()
 
 
 def test_an_environment_is_an_interpreter_or_folders(tmp_path, monkeypatch):

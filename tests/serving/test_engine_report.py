@@ -16,6 +16,7 @@ from specmortem.serving import arms, compare, exact, report, result
 from specmortem.serving.compare import MEASURES, Rate
 from specmortem.serving.result import ArmResult, Counts, EngineResults, Run, Start
 
+YOUNGER = {"draft_delay_us", "draft_passes"}  # fields of a run that older results lack
 CUES = {
     "broken": {"fault": "raise", "at": 3},
     "wrong": {"fault": "wrong", "every": 5},
@@ -57,7 +58,10 @@ def test_the_schema_has_the_fields_of_a_request_in_their_order():
     titles = [item["title"] for item in defined["request"]["prefixItems"]]
     assert titles == [field.name for field in fields(result.Request)]
     for name, made in (("run", Run), ("start", Start), ("arm", ArmResult), ("counts", Counts)):
-        assert defined[name]["required"] == [field.name for field in fields(made)]
+        names = [field.name for field in fields(made)]
+        required = [field for field in names if field not in YOUNGER]
+        assert defined[name]["required"] == required
+        assert list(defined[name].get("properties", required)) in (names, required)
 
 
 def test_a_file_holds_the_requests_alone_that_something_is_to_be_seen_of(path):
@@ -65,6 +69,16 @@ def test_a_file_holds_the_requests_alone_that_something_is_to_be_seen_of(path):
     kept = {name: sum(len(run["kept"]) for run in arm["runs"]) for name, arm in arms_of.items()}
     assert kept == {"sound": 0, "plain": 0, "broken": 0, "wrong": 10, "other": 0, "bug": 0}
     assert path.stat().st_size < 60_000
+
+
+def test_a_file_that_is_older_than_idle_work_of_drafts_is_read(path, results):
+    data = json.loads(path.read_text())
+    for each in (each for arm in data["arms"] for each in arm["runs"]):
+        assert [each.pop(name) for name in sorted(YOUNGER)] == [None, 0]
+    assert EngineResults.from_dict(data) == results
+    data["arms"][0]["runs"][0]["draft_passes"] = -1
+    with pytest.raises(BadInputError, match="arms/0/runs/0/draft_passes"):
+        EngineResults.from_dict(data)
 
 
 def test_a_file_with_a_kind_that_is_no_fault_is_refused(path, tmp_path):
@@ -230,6 +244,43 @@ def test_a_section_is_found_from_the_incidents_folder(path, tmp_path):
     place.write_bytes(path.read_bytes())
     assert report.engine_section(tmp_path) is not None
     assert report.comparison_section(tmp_path) is not None
+
+
+def put(path, folder, **changes):
+    data = json.loads(path.read_text()) | changes
+    (folder / "engine.json").parent.mkdir(parents=True)
+    (folder / "engine.json").write_text(json.dumps(data))
+
+
+def test_an_earlier_campaign_is_shown_below_the_one_that_counts(path, tmp_path):
+    put(path, tmp_path / "runs" / "engine-a", command="specmortem engine first", notes=["Old."])
+    put(path, tmp_path / "runs" / "engine", command="specmortem engine second")
+    table = report.engine_section(tmp_path)
+    assert list(table["campaign"]) == ["engine"] * 6 + ["engine-a"] * 6
+    assert list(table["arm"][:6]) == list(table["arm"][6:])
+    assert table.attrs["commands"] == ["specmortem engine second", "specmortem engine first"]
+    assert table.attrs["notes"] == ["A <note>."]
+    pairs, alone = report.comparison_section(tmp_path), report.comparison_section(path)
+    assert len(pairs) == 2 * len(alone) and "campaign" not in alone
+    assert list(pairs["p (Holm)"]) == 2 * list(alone["p (Holm)"]), "each campaign is tested by itself"
+    assert report.committed(tmp_path).command == "specmortem engine second"
+
+
+def test_an_earlier_campaign_alone_is_told_by_its_name(path, tmp_path):
+    put(path, tmp_path / "runs" / "engine-a")
+    assert set(report.engine_section(tmp_path)["campaign"]) == {"engine-a"}
+    assert set(report.comparison_section(tmp_path)["campaign"]) == {"engine-a"}
+    assert report.committed(tmp_path) is None
+    put(path, tmp_path / "runs" / "engine-b", arms=1)
+    with pytest.raises(BadInputError, match=r"engine-b/engine\.json"):
+        report.engine_section(tmp_path)
+
+
+def test_the_first_campaign_of_mtp_draft_loop_is_kept_and_shown():
+    table = report.engine_section(incident.find_root() / "mtp-draft-loop")
+    first = table[table["campaign"] == "engine-auto-draft-backend"].set_index("arm")
+    assert first.loc["before", "faults"] == "0 / 5 (below 45%)"
+    assert first.loc["before", "idle GPU work, median us"] == "3,000 to 3,000"
 
 
 def test_without_a_result_there_is_no_section(tmp_path):

@@ -23,6 +23,7 @@ from specmortem.serving.workload import Random, Recall, Source, Workload
 
 FILE_NAME = "engine.toml"
 SPECULATION = "engine.speculative_config"
+NO_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
 LEAST_RUNS = 5
 OLDEST, NEWEST = "0.20.0", "0.26.0"
 # Run in this process and thread, from a directory alone, without kernels that would be compiled first, and with the
@@ -320,8 +321,22 @@ def _built(name: str, made: Mapping[str, Any], table: Mapping[str, Any]) -> Arm:
         raise BadInputError(
             f"arm {name}: requests of up to {workload.longest} tokens do not fit max_model_len = {longest}"
         )
+    if workload.draft_delay_us[1] and (why := _no_draft_pass(engine)):
+        raise BadInputError(f"arm {name}: workload.draft_delay_us {why}, or give [0, 0]")
     reference, says = table.get("reference", ""), table.get("says", "")
     return Arm(name, made["vllm"], engine, {**ALWAYS_ENV, **env}, workload, reference, says)
+
+
+def _no_draft_pass(engine: Mapping[str, Any]) -> str:
+    """Why no work can be put in front of draft passes, as far as arguments tell; empty where nothing is against it."""
+    speculation = engine.get("speculative_config")
+    if not isinstance(speculation, Mapping):
+        return f"needs draft passes; set {SPECULATION}"
+    if (method := speculation.get("method")) in NO_DRAFT_MODEL:
+        return f"needs a model that drafts; method {method} has none: set another one"
+    if engine.get("enforce_eager") is not True or speculation.get("enforce_eager") is False:
+        return "needs draft passes that are Python calls; set engine.enforce_eager = true"
+    return ""
 
 
 def _put(made: dict[str, Any], key: str, value: Any, name: str) -> None:

@@ -329,6 +329,8 @@ class _Follower:
             median_ms=round(median(times), 4) if times else None,
             p99_ms=round(p99(times), 4) if times else None,
             delay_us=event["delay_us"],
+            draft_delay_us=event["draft_delay_us"],
+            draft_passes=event["draft_passes"],
             seconds=round(event["seconds"], 3),
             emitted=event["emitted"],
         )

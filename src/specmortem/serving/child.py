@@ -32,7 +32,17 @@ HEARTBEAT_S = 1.0
 DRAIN_STEPS = 3
 MESSAGE_LIMIT = 2000
 CALIBRATION_CYCLES = 20_000_000
-DELAYS = ("gpu_delay_us", "gpu_delay_steps")
+STEP_DELAYS, DRAFT_DELAY = ("gpu_delay_us", "gpu_delay_steps"), "draft_delay_us"
+# From an engine to the proposer of its drafts, by released source of vLLM 0.20.0 to 0.26.0, model runner V1 alone.
+DRAFTER = (
+    "engine_core",
+    "engine_core",
+    "model_executor",
+    "driver_worker",
+    "worker",
+    "model_runner",
+    "drafter",
+)
 CALM_STEPS = 24  # of a run, before delays in shares of a step's time begin; the first third is not timed
 WRONG_RELEASE, FAULT = 78, 70  # exit codes
 COUNTERS = {
@@ -54,6 +64,7 @@ class Driver:
         self.place: dict[str, Any] = {"phase": "import", "run": None, "step": None}
         self.engine: Any = None
         self.spin: Spin | None = None
+        self.draft_delay: DraftDelay | None = None
 
     def main(self) -> None:
         """Start, run everything, and tell."""
@@ -77,10 +88,19 @@ class Driver:
         engine_class = importlib.import_module("vllm.v1.engine.llm_engine").LLMEngine
         self.engine = engine_class.from_engine_args(args)
         self.warm_up()
-        if any(plan[name][1] > 0 for plan in self.request["runs"] for name in DELAYS):
-            self.spin = spinner()
+        self.delays()
         seconds = time.perf_counter() - start
-        self.tell("up", seconds=seconds, device=device_name(), chosen=chosen(self.engine.vllm_config))
+        self.tell("up", seconds=seconds, device=device_name(), chosen=chosen(self.engine))
+
+    def delays(self) -> None:
+        """What puts idle work on the GPU, where a run asks for it."""
+        if self.asked(STEP_DELAYS) or self.asked((DRAFT_DELAY,)):
+            self.spin = spinner()
+        if self.spin is not None and self.asked((DRAFT_DELAY,)):
+            self.draft_delay = DraftDelay(draft_model(self.engine), self.spin)
+
+    def asked(self, names: Sequence[str]) -> bool:
+        return any(plan[name][1] > 0 for plan in self.request["runs"] for name in names)
 
     def warm_up(self) -> None:
         """Requests that nobody looks at, without idle work: what is compiled at first use is so before run 0."""
@@ -97,16 +117,24 @@ class Driver:
         self.tell("begin", run=plan["run"])
         before, start = counters(self.engine), time.perf_counter()
         run = Run(self.engine, plan, self.tell, self.place, self.spin)
+        if self.draft_delay is not None:
+            self.draft_delay.draw = run.draft_delay
         for number, part in enumerate(plan["rounds"]):
             run.round(number, part)
         self.settle()
+        if plan[DRAFT_DELAY][1] > 0 and not run.draft_delays:
+            raise RuntimeError(
+                f"{DRAFT_DELAY}: no draft pass called the drafter's model, so none was delayed"
+            )
         self.tell(
             "run",
             run=plan["run"],
             seconds=time.perf_counter() - start,
             acceptance=difference(before, counters(self.engine)),
             step_ms=[round(ms, 4) for ms in run.step_ms],
-            delay_us=round(statistics.median(run.delays), 3) if run.delays else None,
+            delay_us=middle(run.delays),
+            draft_delay_us=middle(run.draft_delays),
+            draft_passes=len(run.draft_delays),
             emitted=run.emitted,
         )
 
@@ -125,9 +153,11 @@ class Run:
     ) -> None:
         self.engine, self.plan, self.tell, self.place, self.spin = engine, plan, tell, place, spin
         self.draw = random.Random(plan["seed"])
+        self.draw_drafts = random.Random(f"{plan['seed']}/drafts")
         self.told = time.monotonic()
         self.step_ms: list[float] = []
         self.delays: list[float] = []
+        self.draft_delays: list[float] = []
         self.emitted: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
         self.added_at: dict[str, int] = {}
@@ -196,6 +226,11 @@ class Run:
         usual = statistics.median(self.step_ms[CALM_STEPS // 3 : CALM_STEPS])
         return 1000 * usual * self.draw.uniform(*self.plan["gpu_delay_steps"])
 
+    def draft_delay(self) -> float:
+        """Microseconds of idle GPU work in front of the next draft pass."""
+        self.draft_delays.append(self.draw_drafts.uniform(*self.plan[DRAFT_DELAY]))
+        return self.draft_delays[-1]
+
     def take(self, output: Any) -> None:
         answer = output.outputs[0]
         new = list(answer.token_ids)
@@ -207,6 +242,65 @@ class Run:
 
     def ended(self, id: str, finish: str) -> None:
         self.tell("request", run=self.plan["run"], id=id, tokens=self.tokens.pop(id), finish=finish)
+
+
+class DraftDelay:
+    """Idle GPU work in front of each draft pass: of what `draw` gives, in microseconds; none while it is None."""
+
+    def __init__(self, model: Any, spin: Spin) -> None:
+        """Wraps the model's `forward`, for good.
+
+        vLLM's decorator for torch.compile calls `forward` itself where nothing is compiled
+        (compilation/decorators.py:466 in 0.20.0, :506 from 0.21.0 on), so hooks of torch.nn.Module never run.
+        """
+        self.draw: Callable[[], float] | None = None
+        self.spin, self.forward = spin, model.forward
+        model.forward = self._delayed
+
+    def _delayed(self, *args: Any, **kwargs: Any) -> Any:
+        if self.draw is not None:
+            self.spin(self.draw())
+        return self.forward(*args, **kwargs)
+
+
+def drafter_of(engine: Any) -> Any:
+    """What proposes the drafts of an engine in this process. Raises RuntimeError that names what is not there."""
+    at, path = engine, "engine"
+    for name in DRAFTER:
+        if (found := getattr(at, name, None)) is None:
+            raise RuntimeError(
+                f"{DRAFT_DELAY}: {path} ({type(at).__name__}) has no {name}; it needs drafts by model runner V1"
+            )
+        at, path = found, f"{path}.{name}"
+    return at
+
+
+def draft_model(engine: Any) -> Any:
+    """The model that drafts. Raises RuntimeError where there is none, or where it is compiled."""
+    drafter = drafter_of(engine)
+    model = getattr(drafter, "model", None)
+    if not callable(getattr(model, "forward", None)):
+        raise RuntimeError(
+            f"{DRAFT_DELAY}: the drafter ({type(drafter).__name__}) has no model with a forward"
+        )
+    if not getattr(model, "do_not_compile", True):
+        raise RuntimeError(
+            f"{DRAFT_DELAY}: the drafter's model ({type(model).__name__}) is compiled; set enforce_eager = true"
+        )
+    return model
+
+
+def draft_attention(engine: Any) -> list[str] | None:
+    """The attention backends of the drafter, which vLLM chooses apart from the target's; None for no such drafter."""
+    try:
+        return [str(group.backend.get_name()) for group in drafter_of(engine).draft_attn_groups]
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+
+
+def middle(values: Sequence[float]) -> float | None:
+    """The median, to a thousandth; None of nothing."""
+    return round(statistics.median(values), 3) if values else None
 
 
 def versions(vllm: ModuleType) -> dict[str, str]:
@@ -228,13 +322,15 @@ def refuse_another_release(vllm: ModuleType, wanted: str) -> None:
         os._exit(WRONG_RELEASE)
 
 
-def chosen(config: Any) -> dict[str, Any]:
+def chosen(engine: Any) -> dict[str, Any]:
     """What the engine settled on by itself."""
+    config, attention = engine.vllm_config, draft_attention(engine)
     cache, scheduler = getattr(config, "cache_config", None), getattr(config, "scheduler_config", None)
     return {
         "block_size": getattr(cache, "block_size", None),
         "mamba_cache_mode": getattr(cache, "mamba_cache_mode", None),
         "async_scheduling": getattr(scheduler, "async_scheduling", None),
+        **({} if attention is None else {"draft_attention": attention}),
     }
 
 

@@ -195,6 +195,15 @@ def delays(arm: ArmResult) -> tuple[float, float] | None:
     return (min(found), max(found)) if found else None
 
 
+def draft_delays(arm: ArmResult) -> tuple[float, float, int, int] | None:
+    """The same of the work in front of a draft pass, and the least and the largest count of such passes in a run."""
+    found = [(run.draft_delay_us, run.draft_passes) for run in arm.runs if run.draft_delay_us is not None]
+    if not found:
+        return None
+    medians, passes = zip(*found, strict=True)
+    return min(medians), max(medians), min(passes), max(passes)
+
+
 def kinds(arm: ArmResult) -> str:
     """The faults of an arm by kind, starts that never came to a run, and ends that are no faults."""
     told = [run.kind for run in arm.runs if run.outcome != "whole"]

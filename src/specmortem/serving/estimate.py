@@ -12,19 +12,20 @@ STEP_S = 0.03  # assumed, of an eager step of a tiny model with three drafts; no
 
 
 def run_s(arm: Arm, trained: bool) -> float:
-    """Seconds of a run: steps at `STEP_S` and the idle GPU work in front of them.
+    """Seconds of a run: steps at `STEP_S` and the idle GPU work in front of them and of their draft passes.
 
     A step is taken to give each request in flight a token and, of a `trained` model, half of its drafts.
     """
     work = arm.workload
-    drafts = (arm.engine.get("speculative_config") or {}).get("num_speculative_tokens", 0) if trained else 0
-    answer = sum(work.max_tokens) / 2 / (1 + drafts / 2)
+    drafts: int = (arm.engine.get("speculative_config") or {}).get("num_speculative_tokens", 0)
+    answer = sum(work.max_tokens) / 2 / (1 + (drafts / 2 if trained else 0))
     most: int = arm.engine.get("max_num_seqs", max(work.concurrency))
     steps: float = sum(
         answer * max(1.0, work.in_round(number) / min(flight, most))
         for number, flight in enumerate(work.concurrency)
     )
     idle = sum(work.gpu_delay_us) / 2e6 + STEP_S * sum(work.gpu_delay_steps) / 2
+    idle += drafts * sum(work.draft_delay_us) / 2e6
     return steps * (STEP_S + idle)
 
 

@@ -13,6 +13,7 @@ from specmortem.serving.result import FILE_NAME, ArmResult, EngineResults
 
 NOT_RUN = "not yet run on a GPU"
 FOLDER = Path("runs") / "engine"
+CAMPAIGNS = f"{FOLDER}*/{FILE_NAME}"  # below an incident's folder; others than FOLDER are kept beside it
 
 
 def committed(path: Path) -> EngineResults | None:
@@ -25,20 +26,47 @@ def committed(path: Path) -> EngineResults | None:
     return EngineResults.load(found) if found is not None else None
 
 
+def campaigns(path: Path) -> dict[str, EngineResults]:
+    """Results by the name of their folder: those of `committed` first, then earlier ones beside them, by name.
+
+    An incident's folder may hold more than one campaign, as where one showed nothing and why was found out; only
+    `runs/engine` is resumed. Raises BadInputError for a file that is not a result.
+    """
+    found = {} if (first := committed(path)) is None else {FOLDER.name: first}
+    for file in sorted(path.glob(CAMPAIGNS)):
+        if file.parent.name not in found:
+            found[file.parent.name] = EngineResults.load(file)
+    return found
+
+
 def engine_section(path: Path | str) -> pd.DataFrame | None:
     """One row an arm, or None when no result is there: the page then says `NOT_RUN`.
 
     `path` is a result file, its folder, or the folder of an incident. The frame's `attrs` hold what the page has to
-    say beside it: `question`, `status`, `commands`, `device`, `notes`, `caveat`.
+    say beside it: `question`, `status`, `commands`, `device`, `notes`, `caveat`. Of several campaigns the first column
+    names the folder, and `attrs` are of the first but for `commands` and `device`, which are of all.
     """
-    results = committed(Path(path))
-    return None if results is None else arms_table(results)
+    return _joined({name: arms_table(results) for name, results in campaigns(Path(path)).items()})
 
 
 def comparison_section(path: Path | str) -> pd.DataFrame | None:
-    """One row a pair of arms and a measure, or None when no result is there."""
-    results = committed(Path(path))
-    return None if results is None else comparisons_table(results)
+    """One row a pair of arms and a measure, or None when no result is there; campaigns are tested each by itself."""
+    return _joined({name: comparisons_table(results) for name, results in campaigns(Path(path)).items()})
+
+
+def _joined(tables: dict[str, pd.DataFrame]) -> pd.DataFrame | None:
+    """Tables below each other, with a column of their names unless it is the one of `FOLDER` alone."""
+    if set(tables) <= {FOLDER.name}:
+        return next(iter(tables.values()), None)
+    for name, table in tables.items():
+        table.insert(0, "campaign", name)
+    joined = pd.concat(tables.values(), ignore_index=True)
+    first, *others = (table.attrs for table in tables.values())
+    joined.attrs = dict(first)
+    if first:
+        joined.attrs["commands"] = [line for attrs in (first, *others) for line in attrs["commands"]]
+        joined.attrs["device"] = ", ".join(sorted({a["device"] for a in (first, *others) if a["device"]}))
+    return joined
 
 
 def arms_table(results: EngineResults) -> pd.DataFrame:
@@ -57,7 +85,6 @@ def arms_table(results: EngineResults) -> pd.DataFrame:
 
 def _arm_row(arm: ArmResult) -> dict[str, object]:
     middle, high = compare.step_times(arm)
-    delays = compare.delays(arm)
     return {
         "arm": arm.name,
         "vllm": arm.config["vllm"],
@@ -67,9 +94,21 @@ def _arm_row(arm: ArmResult) -> dict[str, object]:
         "accepted drafts": compare.acceptance(arm),
         "step, median ms": f"{middle:.2f}" if middle is not None else "",
         "step, p99 ms": f"{high:.2f}" if high is not None else "",
-        "idle GPU work, median us": f"{delays[0]:,.0f} to {delays[1]:,.0f}" if delays else "",
+        "idle GPU work, median us": _idle(arm),
         "ends": compare.kinds(arm),
     }
+
+
+def _idle(arm: ArmResult) -> str:
+    """In front of a step, and of a draft pass with the count of these in a run."""
+    told = []
+    if (steps := compare.delays(arm)) is not None:
+        told.append(f"{steps[0]:,.0f} to {steps[1]:,.0f}")
+    if (drafts := compare.draft_delays(arm)) is not None:
+        low, high, fewest, most = drafts
+        passes = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        told.append(f"{low:,.0f} to {high:,.0f} in front of each of {passes} draft passes a run")
+    return "; ".join(told)
 
 
 def _counted(arm: ArmResult, measure: Measure) -> str:

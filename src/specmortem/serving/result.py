@@ -90,7 +90,8 @@ class Run:
     (and, where no answer is known but arms are compared, all). `short` gives the tokens of requests that are not kept
     and ended before their `max_tokens`, as aborted ones do; the others have all of their answer. `lost` were sent or
     planned and never ended. Step times are of `LLMEngine.step`, in milliseconds; `delay_us` is the median of the idle
-    GPU work that was put in front of a step, in microseconds, None for none.
+    GPU work that was put in front of a step, in microseconds, None for none, and `draft_delay_us` that in front of
+    each of `draft_passes` draft passes. Results that are older than these two lack them.
     """
 
     run: int
@@ -109,6 +110,8 @@ class Run:
     delay_us: float | None = None
     seconds: float = 0.0
     emitted: Mapping[str, int] = field(default_factory=dict)
+    draft_delay_us: float | None = None
+    draft_passes: int = 0
 
 
 @dataclass(frozen=True)

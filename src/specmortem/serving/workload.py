@@ -17,6 +17,7 @@ from specmortem.errors import BadInputError
 Range = tuple[int, int]
 Answers = Mapping[str, tuple[int, ...] | None]
 MOST_IN_FLIGHT = 1024
+NO_DELAY = (0.0, 0.0)
 KINDS: Mapping[str, type | tuple[type, ...]] = {
     "source": str,
     "concurrency": tuple,
@@ -38,9 +39,11 @@ class Workload:
 
     `concurrency` holds one figure a round; `requests` are those of a round, 0 for one each of its concurrency. Ranges
     are drawn from evenly, both ends included: tokens of prompts and answers, steps from sending to abort, and idle GPU
-    work put in front of each step, in place of a larger model's forward, in microseconds or in shares of the time that
-    a step takes without it. `prompt_lengths`, where given, are those of the requests of a round, round by round, from
-    the start again where they end.
+    work in place of a larger model's forward. `gpu_delay_us` and `gpu_delay_steps` put it in front of each step, in
+    microseconds or in shares of the time that a step takes without it; what waits for the GPU while a step is
+    prepared drains it. `draft_delay_us` puts it in front of each draft pass, also of the first one of a step.
+    `prompt_lengths`, where given, are those of the requests of a round, round by round, from the start again where
+    they end.
     """
 
     name: str
@@ -55,9 +58,10 @@ class Workload:
     shared_prompt: bool = False
     temperature: float = 0.0
     ignore_eos: bool = False
-    gpu_delay_us: tuple[float, float] = (0.0, 0.0)
-    gpu_delay_steps: tuple[float, float] = (0.0, 0.0)
+    gpu_delay_us: tuple[float, float] = NO_DELAY
+    gpu_delay_steps: tuple[float, float] = NO_DELAY
     prompt_lengths: tuple[tuple[int, ...], ...] = ()
+    draft_delay_us: tuple[float, float] = NO_DELAY
 
     def __post_init__(self) -> None:
         """Raises BadInputError for a figure that makes no sense."""
@@ -66,8 +70,8 @@ class Workload:
             raise BadInputError(f"workload {self.name}: concurrency must lie between 1 and {MOST_IN_FLIGHT}")
         for name in ("prompt_tokens", "max_tokens", "abort_after"):
             self._check_range(name, least=1)
-        self._check_range("gpu_delay_us", least=0)
-        self._check_range("gpu_delay_steps", least=0)
+        for name in ("gpu_delay_us", "gpu_delay_steps", "draft_delay_us"):
+            self._check_range(name, least=0)
         if self.gpu_delay_us[1] and self.gpu_delay_steps[1]:
             raise BadInputError(f"workload {self.name}: give gpu_delay_us or gpu_delay_steps, not both")
         if not 0 <= self.abort_share <= 1 or self.temperature < 0 or min(self.requests, self.every) < 0:
@@ -115,9 +119,11 @@ class Workload:
         return sum(self.in_round(number) for number in range(len(self.concurrency)))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON form."""
+        """JSON form; without `draft_delay_us` where it is 0, as in results that are older than it."""
         made = {
-            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+            if name != "draft_delay_us" or self.draft_delay_us != NO_DELAY
         }
         return made | {"prompt_lengths": [list(part) for part in self.prompt_lengths]}
 
@@ -253,6 +259,7 @@ def plan(workload: Workload, source: Source, seed: int, number: int) -> tuple[di
         "ignore_eos": workload.ignore_eos,
         "gpu_delay_us": list(workload.gpu_delay_us),
         "gpu_delay_steps": list(workload.gpu_delay_steps),
+        "draft_delay_us": list(workload.draft_delay_us),
         "rounds": rounds,
     }
     return told, answers

@@ -2,7 +2,8 @@
 
 FAKE_VLLM holds JSON: `version`, `fault` (what happens), `at` (before which engine step, counted over the process),
 `every` (which requests misbehave), `log` (a file that gets a line an arrival, abort and step), `warm` (what happens
-while requests are sent that come before the first run).
+while requests are sent that come before the first run), `drafter` (`calls` its model for each draft of a step, has
+`none`, a `bare` one without a model, or a `compiled` one).
 """
 
 import json

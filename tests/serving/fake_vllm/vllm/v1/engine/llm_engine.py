@@ -17,6 +17,25 @@ def right(prompt, count):
     return [(sum(prompt) + 7 * i) % 240 + 10 for i in range(count)]
 
 
+class Model:
+    """Its call goes to `forward` past the hooks of a module, as one that vLLM's decorator has."""
+
+    def __init__(self, compiled, note):
+        self.do_not_compile, self.note = not compiled, note
+
+    def __call__(self, **inputs):
+        return self.forward(**inputs)
+
+    def forward(self, position):
+        self.note("draft", position)
+
+
+def drafter(note):
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    model = None if CUE.get("drafter") == "bare" else Model(CUE.get("drafter") == "compiled", note)
+    return SimpleNamespace(model=model, draft_attn_groups=[SimpleNamespace(backend=backend)])
+
+
 class LLMEngine:
     def __init__(self, args):
         if CUE.get("fault") == "refuse":
@@ -30,6 +49,12 @@ class LLMEngine:
         )
         self.note("core", *resource.getrlimit(resource.RLIMIT_CORE)[:1])
         self.k = (args.speculative_config or {}).get("num_speculative_tokens", 0)
+        runner = SimpleNamespace()
+        if self.k and CUE.get("drafter") != "none":
+            runner.drafter = drafter(self.note)
+        worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+        core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+        self.engine_core, self.runner = SimpleNamespace(engine_core=core), runner
 
     @classmethod
     def from_engine_args(cls, args):
@@ -85,6 +110,9 @@ class LLMEngine:
         while self.waiting and len(self.running) < self.args.max_num_seqs:
             self.running.append(self.waiting.pop(0))
         outputs = [self.advance(r) for r in self.running]
+        if CUE.get("drafter") == "calls":
+            for position in range(self.k):
+                self.runner.drafter.model(position=position)
         self.running = [r for r in self.running if r.sent < len(r.answer)]
         return outputs
 
