@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import fields
 
+import pandas as pd
 import pytest
 from engine_helpers import run, tables
 
@@ -233,6 +234,16 @@ def test_the_section_has_a_row_an_arm_and_says_what_stands_beside_it(path):
     assert table.attrs["notes"] == ["A <note>."]
 
 
+def test_an_upright_section_has_a_column_an_arm_and_only_what_was_judged(path):
+    section = report.engine_section(path)
+    whole = report.upright(section)
+    assert list(whole.columns) == list(section["arm"]) and whole.index.name == "arm"
+    assert list(whole.loc["faults"]) == list(section["faults"])
+    assert whole.attrs["commands"] == section.attrs["commands"]
+    bare = report.upright(section.assign(wrong="not judged", ends=""))
+    assert set(whole.index) - set(bare.index) <= {"wrong", "ends"} and "wrong" not in bare.index
+
+
 @pytest.mark.parametrize("below", ["", "engine.json"])
 def test_a_section_is_found_from_its_folder_or_file(path, below):
     assert report.engine_section(path.parent / below) is not None
@@ -264,6 +275,13 @@ def test_an_earlier_campaign_is_shown_below_the_one_that_counts(path, tmp_path):
     assert len(pairs) == 2 * len(alone) and "campaign" not in alone
     assert list(pairs["p (Holm)"]) == 2 * list(alone["p (Holm)"]), "each campaign is tested by itself"
     assert report.committed(tmp_path).command == "specmortem engine second"
+
+
+def test_an_arm_of_two_campaigns_has_two_upright_columns():
+    section = pd.DataFrame({"campaign": ["engine", "engine-1"], "arm": ["before"] * 2, "faults": ["1", "0"]})
+    whole = report.upright(section)
+    assert list(whole.columns) == ["before", "before"]
+    assert whole.to_numpy().tolist() == [["engine", "engine-1"], ["1", "0"]]
 
 
 def test_an_earlier_campaign_alone_is_told_by_its_name(path, tmp_path):

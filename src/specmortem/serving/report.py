@@ -49,6 +49,17 @@ def engine_section(path: Path | str) -> pd.DataFrame | None:
     return _joined({name: arms_table(results) for name, results in campaigns(Path(path)).items()})
 
 
+def upright(section: pd.DataFrame) -> pd.DataFrame:
+    """`engine_section` with a column an arm, which fits a page, and without what no arm was judged by.
+
+    Campaigns are a row; an arm of two of them has two columns of one name.
+    """
+    told = section.loc[:, [set(section[name]) - {"", "not judged"} != set() for name in section]]
+    made = told.set_index("arm").T.rename_axis("arm").rename_axis(None, axis=1)
+    made.attrs = dict(section.attrs)
+    return made
+
+
 def comparison_section(path: Path | str) -> pd.DataFrame | None:
     """One row a pair of arms and a measure, or None when no result is there; campaigns are tested each by itself."""
     return _joined({name: comparisons_table(results) for name, results in campaigns(Path(path)).items()})
