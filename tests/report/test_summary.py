@@ -28,7 +28,23 @@ def results(*rows, device=SIM):
 
 def test_one_fault_makes_the_joint_outcome_a_fault():
     cell = joint([row("clean"), row("fault", runs=2), row("not-judged")])
-    assert (cell.outcome, cell.faults, cell.runs) == ("fault", 2, 6)
+    assert (cell.outcome, [count.text for count in cell.counts]) == ("fault", ["2 of 6 runs"])
+
+
+def test_what_was_counted_in_other_units_is_not_added_up():
+    def counted(runs, faults, unit):
+        evidence = Evidence(detail={"unit": unit})
+        return Row("c", "a", "after", "fault" if faults else "clean", runs, faults, 0, evidence)
+
+    cell = joint(
+        [
+            counted(5, 1, "judged_rows"),
+            counted(2000, 0, "steps"),
+            counted(7, 0, "judged_rows"),
+            row("clean", runs=1),
+        ]
+    )
+    assert [count.text for count in cell.counts] == ["0 of 2,000 steps", "1 of 12 judged rows", "0 of 1 run"]
 
 
 def test_clean_outweighs_not_judged():
@@ -64,7 +80,7 @@ def test_packages_do_not_share_a_span():
 def test_controls_stay_out_of_the_before_and_after_columns(facts):
     rows = (row("clean", arm="one-request"), row("fault"), row("clean", "after", "after"))
     line = summarize(facts, results(*rows)).lines[0]
-    assert (line.before.outcome, line.before.runs, line.after.outcome) == ("fault", 4, "clean")
+    assert (line.before.outcome, line.before.counts[0].runs, line.after.outcome) == ("fault", 4, "clean")
 
 
 def test_a_cause_without_rows_is_not_run(facts):

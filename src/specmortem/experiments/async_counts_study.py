@@ -338,7 +338,12 @@ def throughput_rows(device: DeviceKind, rounds: int, steps: int) -> list[Row]:
     rows = []
     for subject, rate in found["steps_a_second"].items():
         ratio, wrong = found["ratio"][subject], found["wrong"][subject]
-        detail = {"steps_a_second": rate, "ratio_to_before": ratio, "all": found["all"][subject]}
+        detail = {
+            "unit": "steps",
+            "steps_a_second": rate,
+            "ratio_to_before": ratio,
+            "all": found["all"][subject],
+        }
         detail |= {key: found[key] for key in ("device", "rounds", "steps", "forward_us", "host_us")}
         evidence = Evidence(observed=f"{rate:.0f} steps a second, {ratio:.3f} of before", detail=detail)
         outcome: Outcome = "fault" if wrong else "clean"

@@ -288,7 +288,7 @@ def reported_row(found: Sequence[Mapping[str, Any]], subject: str, seed: int, ar
         return Row(CAUSE, arm, subject, "not-judged", 0, 0, seed, Evidence(reason=str(lost[0])))
     wrong = [one for one in found if one["first_wrong_copy"]]
     detail = {
-        "unit": "runs of the workload",
+        "unit": "reported workloads",
         "first_wrong_step": [one["first_wrong_copy"]["step"] for one in wrong],
         "first_wrong_request": [one["first_wrong_copy"]["request"] for one in wrong],
         "steps": sum(one["steps"] for one in found),

@@ -25,12 +25,27 @@ RELEASE = re.compile(r"(?P<package>vllm|flashinfer)==(?P<release>.+)")
 
 
 @dataclass(frozen=True)
+class Count:
+    """Faults among what was counted in one unit, such as runs, steps or requests."""
+
+    faults: int
+    runs: int
+    unit: str
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        return (
+            f"{self.faults:,} of {self.runs:,} {self.unit if self.runs != 1 else self.unit.removesuffix('s')}"
+        )
+
+
+@dataclass(frozen=True)
 class Cell:
     """The joint outcome of some rows; `not-run` where there are none, `controls` where only controls ran."""
 
     outcome: str
-    faults: int = 0
-    runs: int = 0
+    counts: tuple[Count, ...] = ()
     reason: str = ""
 
     @property
@@ -147,9 +162,19 @@ def joint(rows: Iterable[Row]) -> Cell:
     rows = list(rows)
     for outcome in ("fault", "clean", "not-judged"):
         if some := [row for row in rows if row.outcome == outcome]:
-            faults, runs = sum(r.faults for r in rows), sum(r.runs for r in rows)
-            return Cell(outcome, faults, runs, some[0].evidence.reason if outcome == "not-judged" else "")
+            return Cell(outcome, counted(rows), some[0].evidence.reason if outcome == "not-judged" else "")
     return Cell("not-run")
+
+
+def counted(rows: Iterable[Row]) -> tuple[Count, ...]:
+    """What the rows counted, unit by unit, what counts most first; rows that counted nothing are left out."""
+    sums: dict[str, list[int]] = {}
+    for row in rows:
+        if row.runs:
+            found = sums.setdefault(row.evidence.detail.get("unit", "runs").replace("_", " "), [0, 0])
+            found[:] = found[0] + row.faults, found[1] + row.runs
+    counts = [Count(faults, runs, unit) for unit, (faults, runs) in sums.items()]
+    return tuple(sorted(counts, key=lambda count: (-count.runs, count.unit)))
 
 
 def spans(rows: Iterable[Row]) -> tuple[Span, ...]:
@@ -168,8 +193,7 @@ def spans(rows: Iterable[Row]) -> tuple[Span, ...]:
 
 def _span(entries: list[tuple[str, str, Cell]]) -> Span:
     package, first, cell = entries[0]
-    faults, runs = sum(c.faults for *_, c in entries), sum(c.runs for *_, c in entries)
-    return Span(package, Cell(cell.outcome, faults, runs, cell.reason), first, entries[-1][1], len(entries))
+    return Span(package, Cell(cell.outcome, (), cell.reason), first, entries[-1][1], len(entries))
 
 
 def _line(cause: Cause, rows: list[Row]) -> CauseLine:
