@@ -1,22 +1,31 @@
 """Running notebooks through the command line: outputs, exit codes, and what is left behind."""
 
+import asyncio
+import contextlib
 import errno
+import gc
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
 import papermill.engines
+import papermill.execute
 import pytest
 import toy_repository as toy
 from click.testing import CliRunner
+from jupyter_core.utils import ensure_event_loop
+from papermill.clientwrap import PapermillNotebookClient
+from papermill.engines import NotebookExecutionManager
 
 from specmortem.cli import main
 from specmortem.report.html import check_self_contained
+from specmortem.report.kernel import _Interruption, execute
 from specmortem.verdict import Results
 
 pytestmark = pytest.mark.notebook
@@ -278,27 +287,111 @@ def test_a_file_size_limit_is_one_error_without_a_traceback(repository):
     assert [p.name for p in (home / "out").iterdir()] == ["index.html"]
 
 
+PRESS = """import os, pathlib, signal
+pathlib.Path('pid').write_text(str(os.getpid()))
+os.kill(os.getppid(), signal.SIGINT)"""
+SLEEP = "import time; time.sleep(60)"
+CATCH = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+
+
 def test_ctrl_c_exits_with_130_one_line_and_nothing_left(repository):
-    home = repository(
-        "import os, pathlib\npathlib.Path('pid').write_text(str(os.getpid()))", "import time; time.sleep(60)"
-    )
-    process = subprocess.Popen(
-        [*COMMAND, "run", "toy", "--out", home / "out"],
+    """However the tests were started: a shell lets a job in the background ignore SIGINT."""
+    home = repository(f"{PRESS}\n{SLEEP}")
+    python, option, code = COMMAND
+    done = subprocess.run(
+        [python, option, f"{CATCH}\n{code}", "run", "toy", "--out", home / "out"],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        timeout=240,
     )
-    deadline = time.monotonic() + 30
-    while not ((home / "pid").exists() and (home / "pid").read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert stderr.splitlines()[-1] == "specmortem: interrupted"
-    assert "Traceback" not in stderr
+    assert done.returncode == 130
+    assert done.stderr.splitlines() == ["toy: running 01-toy.ipynb", "specmortem: interrupted"]
     assert list((home / "out").iterdir()) == []
     assert not alive((home / "pid").read_text())
+
+
+@pytest.fixture
+def ctrl_c():
+    """SIGINT as at a terminal, however the tests were started; gives the function that presses Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def kernels():
+    """Live kernels of this process."""
+    mine = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"ipykernel_launcher" in (folder / "cmdline").read_bytes():
+                mine.append(folder.name)
+    return [pid for pid in mine if alive(pid)]
+
+
+def run_kernel(home):
+    execute(home / "notebooks" / "01-toy.ipynb", home / "executed.ipynb", {}, home)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (papermill.execute, "load_notebook_node"),
+        (PapermillNotebookClient, "start_new_kernel"),
+        (PapermillNotebookClient, "start_new_kernel_client"),
+        (NotebookExecutionManager, "cell_start"),
+        (NotebookExecutionManager, "cell_complete"),
+        (PapermillNotebookClient, "set_widgets_metadata"),
+    ],
+)
+def test_ctrl_c_counts_where_a_library_drops_the_exception(repository, monkeypatch, ctrl_c, place, name):
+    home, original = repository("1 + 1"), getattr(place, name)
+    pressed = []
+
+    def press(*args, **kwargs):
+        if not pressed:
+            pressed.append(name)
+            with contextlib.suppress(KeyboardInterrupt):
+                ctrl_c()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, press)
+    with pytest.raises(KeyboardInterrupt):
+        run_kernel(home)
+    assert pressed and kernels() == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_in_a_cell_leaves_no_kernel_and_no_task(repository, ctrl_c, caplog):
+    home = repository(f"{PRESS}\n{SLEEP}")
+    with pytest.raises(KeyboardInterrupt):
+        run_kernel(home)
+    assert not alive((home / "pid").read_text()) and kernels() == []
+    assert asyncio.all_tasks(ensure_event_loop()) == set()
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_a_sigint_that_is_ignored_stays_ignored(repository, ctrl_c):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    home = repository(PRESS, "pathlib.Path('end').touch()")
+    run_kernel(home)
+    assert (home / "end").exists()
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_a_second_ctrl_c_raises_at_once(ctrl_c):
+    with pytest.raises(KeyboardInterrupt), _Interruption():
+        ctrl_c()
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+
+
+def test_outside_the_main_thread_no_handler_is_set(ctrl_c):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_Interruption().__enter__).result()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_render_writes_the_same_page_again(repository):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from subprocess import Popen
+from types import FrameType
 from typing import Any
 
 import papermill
@@ -25,11 +29,12 @@ def execute(
 ) -> None:
     """Run `notebook` with `cwd` as its working directory, writing `executed` after each cell.
 
-    Raises papermill's and nbclient's errors; CellTimeoutError once the whole notebook took `timeout_s`.
+    Raises papermill's and nbclient's errors; CellTimeoutError once the whole notebook took `timeout_s`;
+    KeyboardInterrupt after Ctrl-C, at whatever moment it came, with the kernel gone.
     """
     logger.setLevel("CRITICAL")
     papermill_engines.register(ENGINE, _Engine)
-    with _current_interpreter_kernel():
+    with _Interruption() as interruption, _current_interpreter_kernel():
         papermill.execute_notebook(
             str(notebook),
             str(executed),
@@ -40,7 +45,57 @@ def execute(
             progress_bar=sys.stderr.isatty(),
             cwd=str(cwd),
             deadline=None if timeout_s is None else time.monotonic() + timeout_s,
+            interruption=interruption,
         )
+
+
+class _Interruption:
+    """Ctrl-C ends the kernel, whose end ends the run, instead of raising somewhere inside nbclient.
+
+    A KeyboardInterrupt raised there leaves tasks behind that complain later, skips the clean-up of a kernel
+    that is starting, and is lost where the code it meets drops it. Once the context ends, it is raised in any case.
+    A second Ctrl-C raises at once. Nothing changes where SIGINT is ignored or handled already, as in a job
+    that a shell put into the background, and outside the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._kernel: Popen[bytes] | None = None
+        self._catches = False
+
+    def __enter__(self) -> _Interruption:
+        main_thread = threading.current_thread() is threading.main_thread()
+        self._catches = main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._catches:
+            signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._catches:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.check()
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if there was a Ctrl-C."""
+        if self._asked:
+            raise KeyboardInterrupt
+
+    def watch(self, kernel: Popen[bytes]) -> None:
+        """End `kernel`, which leads a process group, at Ctrl-C or now if that came before."""
+        self._kernel = kernel
+        if self._asked:
+            self._end_kernel()
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            signal.default_int_handler(number, frame)
+        self._asked = True
+        self._end_kernel()
+
+    def _end_kernel(self) -> None:
+        if self._kernel is not None and self._kernel.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._kernel.pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -79,11 +134,22 @@ class _Engine(Engine):  # type: ignore[misc]
 
     @classmethod
     def execute_managed_notebook(
-        cls, nb_man: Any, kernel_name: str, deadline: float | None = None, start_timeout: int = 60, **_: Any
+        cls,
+        nb_man: Any,
+        kernel_name: str,
+        interruption: _Interruption,
+        deadline: float | None = None,
+        start_timeout: int = 60,
+        **_: Any,
     ) -> None:
         def remaining(cell: Any) -> float | None:
             return None if deadline is None else max(deadline - time.monotonic(), 0.01)
 
-        PapermillNotebookClient(
+        interruption.check()
+        client = PapermillNotebookClient(
             nb_man, kernel_name=kernel_name, startup_timeout=start_timeout, timeout_func=remaining, log=logger
-        ).execute()
+        )
+        manager = client.create_kernel_manager()
+        client.start_new_kernel()
+        interruption.watch(manager.provisioner.process)
+        client.execute()
