@@ -56,7 +56,7 @@ class LocalCluster:
             )
 
     def _wait(self, holds):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not holds():
             assert time.monotonic() < deadline, "the cluster does not start"
             time.sleep(0.05)

@@ -242,7 +242,7 @@ def test_interruption_leaves_a_valid_partial_result(tmp_path, which):
         with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
             wait_for(lambda: len(server.seen()["posts"]) == 5, client)
             client.send_signal(which)
-            out, err = client.communicate(timeout=30)
+            out, err = client.communicate(timeout=120)
     assert client.returncode == 130, err
     found = Result.load(tmp_path / "load.json")
     assert found.status is Status.INTERRUPTED and found.said == which.name

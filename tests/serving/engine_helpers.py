@@ -33,8 +33,8 @@ def tables(**cues):
         "incident": "toy",
         "question": "Does it break?",
         "runs": 5,
-        "start_timeout_s": 20,
-        "run_timeout_s": 20,
+        "start_timeout_s": 120,
+        "run_timeout_s": 120,
         "model": {"config": {"vocab_size": 256, "eos_token_id": 2}, "tasks": "engine_helpers:make"},
         "base": {
             "vllm": "0.23.0",

@@ -151,7 +151,7 @@ def test_an_arm_is_judged_when_it_ran_whole_after_all(tmp_path):
 
 @pytest.mark.parametrize(
     ("warm", "kind", "limit"),
-    [("hang", "timeout", 1.5), ("bug", "python-error", 20), ("raise", "illegal-address", 20)],
+    [("hang", "timeout", 1.5), ("bug", "python-error", 120), ("raise", "illegal-address", 120)],
 )
 def test_what_fails_before_the_first_run_is_no_run(tmp_path, warm, kind, limit):
     data = tables(broken={"warm": warm}) | {"start_timeout_s": limit, "run_timeout_s": 0.5}
@@ -222,13 +222,13 @@ def test_nothing_of_an_engine_outlives_a_caller_that_is_killed(tmp_path):
         env={**os.environ, "TMPDIR": str(temporary)},
     )
     try:
-        assert _within(20, lambda: pids.exists() and len(pids.read_text().split()) == 3)
+        assert _within(120, lambda: pids.exists() and len(pids.read_text().split()) == 3)
         assert len(list(temporary.iterdir())) == 2
     finally:
         caller.kill()
         caller.wait()
     assert not any(map(_alive, map(int, pids.read_text().split())))
-    assert _within(10, lambda: not list(temporary.iterdir()))
+    assert _within(60, lambda: not list(temporary.iterdir()))
 
 
 def _within(seconds, true):
@@ -290,12 +290,9 @@ def test_ctrl_c_leaves_a_valid_partial_result_and_no_process(tmp_path):
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        for _ in range(400):
-            if pids.exists() and pids.read_text():
-                break
-            time.sleep(0.05)
+        assert _within(120, lambda: pids.exists() and pids.read_text())
         caller.send_signal(signal.SIGTERM)
-        assert caller.communicate(timeout=30)[0].strip() == "interrupted"
+        assert caller.communicate(timeout=120)[0].strip() == "interrupted"
     finally:
         caller.kill()
         caller.wait()
