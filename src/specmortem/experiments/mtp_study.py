@@ -384,10 +384,8 @@ def price_of(path: Path) -> tuple[dict[str, Any], str]:
         return {}, "not yet run on a GPU"
     found = read_json(path, BENCHMARK)
     try:
-        return (
-            found,
-            f"{found['device']['name']}, {found['measured']}, forwards of {found['forward_us']:,.0f} us",
-        )
+        where = f"{found['device']['name']}, forwards of {found['forward_us']:,.0f} us"
+        return found, f"{where}\n{found['measured']}"
     except (KeyError, TypeError) as error:
         raise BadInputError(f"{path} holds no price; run `{BENCHMARK}` to write one") from error
 
