@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from specmortem.serving.arms import Arm, Experiment
 
-START_S = 75.0  # of an engine on an H200, eager: 57 s with a Triton cache, 99 s without
-STEP_S = 0.03  # assumed, of an eager step of a tiny model with three drafts; not measured
+# Of an engine on an H200, eager: 20 to 60 s with a Triton cache, 99 s without, 175 s where FlashInfer compiles.
+START_S = 75.0
+STEP_S = 0.03  # of an eager step of a tiny model with three drafts on an H200; 0.015 without drafts
 
 
 def run_s(arm: Arm, trained: bool) -> float:
