@@ -1,5 +1,7 @@
 """What a configuration reaches: the four reports, labelled public reports, defaults, and words that are not known."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -224,7 +226,145 @@ def test_each_reason_names_the_flag_that_decides():
 )
 def test_plans_depend_on_the_gpu_and_the_release(gpu, release, plans):
     text = f"version={release} runner=v1 method=mtp k=5 attention-backend=FLASHINFER gpu={gpu}"
+    text += " draft-attention-backend=FLASHINFER"
     assert reaches("plan-staging-reuse", launch.parse(text)).reachable == plans
+
+
+def launched(release, target="", draft="", more="", gpu="RTX 3090", cache=""):
+    """A whole command with five MTP drafts; `draft` and `cache` are keys of its speculative config."""
+    own = f', "attention_backend": "{draft}"' * bool(draft) + f', "kv_cache_dtype": "{cache}"' * bool(cache)
+    named = f"--attention-backend {target} " * bool(target)
+    return (
+        f"vLLM {release}, {gpu}\nvllm serve Qwen/Qwen3.5-9B {named}{more} --speculative-config "
+        f'\'{{"method": "mtp", "num_speculative_tokens": 5{own}}}\''
+    )
+
+
+FP8 = "--kv-cache-dtype fp8"
+# (release, back end of the target, of the drafter, further flags, whether the draft loop plans)
+DRAFTERS = [
+    ("0.20.2", "FLASHINFER", "", "", "yes"),
+    ("0.20.2", "TRITON_ATTN", "", "", "no"),
+    ("0.20.2", "TRITON_ATTN", "FLASHINFER", "", "no"),
+    ("0.20.2", "FLASHINFER", "TRITON_ATTN", "", "yes"),
+    ("0.20.2", "", "", "", "no"),
+    ("0.20.2", "", "", FP8, "yes"),
+    ("0.20.2", "TRITON_ATTN", "", FP8, "no"),
+    ("0.21.0", "FLASHINFER", "", "", "no"),
+    ("0.21.0", "TRITON_ATTN", "", FP8, "yes"),
+    ("0.21.0", "TRITON_ATTN", "FLASHINFER", "", "yes"),
+    ("0.24.0", "FLASHINFER", "", "", "no"),
+    ("0.24.0", "FLASHINFER", "auto", "", "no"),
+    ("0.24.0", "", "FLASHINFER", "", "yes"),
+    ("0.24.0", "FLASHINFER", "FLASHINFER", "", "yes"),
+    ("0.24.0", "FLASHINFER", "TRITON_ATTN", "", "no"),
+    ("0.24.0", "", "", "", "no"),
+    ("0.24.0", "", "", FP8, "yes"),
+    ("0.28.0", "TRITON_ATTN", "", FP8, "yes"),
+    ("0.28.0", "TRITON_ATTN", "TRITON_ATTN", FP8, "no"),
+]
+
+
+@pytest.mark.parametrize("cause", sorted(PLANS))
+@pytest.mark.parametrize(("release", "target", "draft", "more", "plans"), DRAFTERS)
+def test_the_drafters_back_end_decides_from_0_21_0_on_and_the_targets_before(
+    cause, release, target, draft, more, plans
+):
+    assert reaches(cause, launch.parse(launched(release, target, draft, more))).reachable == plans
+
+
+def test_rules_that_ignore_the_drafters_key_are_found_out(monkeypatch):
+    keys = [case for case in DRAFTERS if case[2] in ("FLASHINFER", "TRITON_ATTN") and case[0] != "0.20.2"]
+    ignored = dict.fromkeys(launch.INSIDE, {"attention-backend": "ignored"})
+    monkeypatch.setattr(launch, "INSIDE", ignored)
+    wrong = [
+        case
+        for case in keys
+        if reaches("plan-staging-reuse", launch.parse(launched(*case[:4]))).reachable != case[4]
+    ]
+    assert len(wrong) == 4 and {case[4] for case in wrong} == {"yes", "no"}
+
+
+def test_a_cache_of_the_drafters_own_decides_what_is_chosen_for_it():
+    own = launched("0.28.0", "TRITON_ATTN", more=FP8, cache="bfloat16")
+    assert reaches("plan-staging-reuse", launch.parse(own)).reachable == "no"
+    own = launched("0.28.0", "TRITON_ATTN", cache="fp8")
+    assert reaches("plan-staging-reuse", launch.parse(own)).reachable == "yes"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        launched("0.24.0", "FLASHINFER", gpu="some GPU"),
+        launched("(see below)", "FLASHINFER"),
+        launched("0.24.0", "FLASHINFER", more="--kv-cache-dtype int4_per_token_head"),
+        "version=0.24.0 runner=v1 method=mtp k=5 attention-backend=FLASHINFER gpu=sm_86",
+        "version=0.24.0 runner=v1 method=mtp k=5 attention-backend=TRITON_ATTN gpu=sm_86 kv-cache-dtype=fp8",
+    ],
+)
+def test_a_drafter_that_may_have_either_is_not_judged(text):
+    told = reaches("plan-staging-reuse", launch.parse(text))
+    assert told.reachable == "unknown"
+    assert "attention_backend of speculative_config" in told.reason
+
+
+def test_the_reason_says_whose_back_end_was_named():
+    told = reaches("plan-staging-reuse", launch.parse(launched("0.24.0", "FLASHINFER"))).reason
+    assert told.endswith("here: FLASH_ATTN (chosen on sm_86; FLASHINFER is the target's alone)")
+    told = reaches("plan-staging-reuse", launch.parse(launched("0.20.2", "TRITON_ATTN"))).reason
+    assert told.endswith("here: TRITON_ATTN (the target's in 0.20.2 (--attention-backend))")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "release", "cache", "backend"),
+    [
+        ("sm_75", "0.23.0", "auto", "FLASHINFER"),
+        ("sm_75", "0.24.0", "auto", ""),
+        ("sm_80", "0.24.0", "auto", "FLASH_ATTN"),
+        ("sm_89", "0.24.0", "fp8_e5m2", "FLASHINFER"),
+        ("sm_90", "0.24.0", "bfloat16", "FLASH_ATTN"),
+        ("sm_90", "0.24.0", "fp8", "FLASH_ATTN"),
+        ("sm_90", "0.24.0", "fp8_e5m2", ""),
+        ("sm_100", "0.24.0", "auto", "FLASHINFER"),
+        ("sm_103", "0.29.0", "fp8", "FLASHINFER"),
+        ("sm_120", "0.24.0", "auto", "FLASH_ATTN"),
+        ("sm_121", "0.26.0", "fp8", "FLASHINFER"),
+        ("sm_86", "0.24.0", "fp8_per_token_head", ""),
+    ],
+)
+def test_what_is_chosen_depends_on_the_gpu_and_the_cache(gpu, release, cache, backend):
+    text = launched(release, more=f"--kv-cache-dtype {cache}", gpu=gpu)
+    known = resolve(launch.parse(text))
+    assert (known.attention, known.draft_attention) == (backend, backend)
+
+
+@pytest.mark.parametrize(
+    ("release", "draft", "backend"),
+    [
+        ("0.29.0", "FLASHINFER", "TRITON_ATTN"),
+        ("0.30.0", "FLASHINFER", "FLASHINFER"),
+        ("0.30.0", "", "TRITON_ATTN"),
+    ],
+)
+def test_on_the_v2_runner_a_drafter_without_the_key_has_the_targets(release, draft, backend):
+    config = launch.parse(
+        "VLLM_USE_V2_MODEL_RUNNER=1 " + launched(release, "TRITON_ATTN", draft).split("\n")[1]
+    )
+    assert resolve(replace(config, version=release, gpu=86)).draft_attention == backend
+
+
+def test_a_log_tells_what_was_chosen_for_the_drafter():
+    log = (
+        "INFO vLLM API server version 0.24.0\nINFO non-default args: {'model': 'Qwen/Qwen3.5-9B', 'attention_backend': "
+        "'FLASHINFER', 'speculative_config': {'method': 'mtp', 'num_speculative_tokens': 5}}\n"
+        "INFO Using AttentionBackendEnum.FLASHINFER backend.\n"
+        "INFO Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN', 'FLASHINFER'].\n"
+    )
+    config = resolve(launch.parse(log))
+    assert (config.attention, config.draft_attention) == ("FLASHINFER", "FLASH_ATTN")
+    assert resolve(launch.parse(log.replace("0.24.0", "0.20.2"))).draft_attention == "FLASHINFER"
+    bare = launch.parse("\n".join(log.splitlines()[-2:]))
+    assert (bare.attention, bare.draft_attention) == ("FLASHINFER", "FLASH_ATTN")
 
 
 def test_a_log_head_is_a_whole_configuration():
@@ -274,6 +414,15 @@ def test_unknown_flags_are_listed_and_decide_nothing():
         ("-cc.cudagraph_mode=PIECEWISE", "cudagraphs", "PIECEWISE"),
         ('--compilation-config \'{"cudagraph_mode": "NONE"}\'', "cudagraphs", "NONE"),
         ("--attention-backend flashinfer", "attention", "FLASHINFER"),
+        ("--attention-config.backend TRITON_ATTN", "attention", "TRITON_ATTN"),
+        ('-ac \'{"backend": "FLASHINFER"}\'', "attention", "FLASHINFER"),
+        ("--speculative-config.attention_backend flash_attn", "draft_attention", "FLASH_ATTN"),
+        ('-sc \'{"method": "mtp", "attention_backend": "FLASHINFER"}\'', "draft_attention", "FLASHINFER"),
+        ('-sc \'{"method": "mtp", "attention_backend": "FLASHINFER"}\'', "attention", ""),
+        ('-sc \'{"attention_backend": "TRITON_ATTN", ...}\'', "draft_attention", "TRITON_ATTN"),
+        ('-sc \'{"method": "mtp", "attention_backend": "auto"}\'', "draft_attention", ""),
+        ('-sc \'{"method": "mtp", "attention_backend": null}\'', "draft_attention", ""),
+        ('-sc \'{"method": "mtp", "kv_cache_dtype": "fp8"}\'', "kv_cache_dtype", ""),
         ('--speculative-config \'{"method": "eagle3", "num_speculative_tokens": 3}\'', "drafts", 3),
         ("VLLM_USE_V2_MODEL_RUNNER=0", "runner", "v1"),
         ("--speculative-config.num_speculative_tokens 6", "drafts", 6),

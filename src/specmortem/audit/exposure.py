@@ -62,9 +62,10 @@ class Config:
     """What is known of a running engine; None (or an empty text) is "not known".
 
     `speculation` is the method, or `none`; `cudagraphs` the graph mode (`NONE`, `PIECEWISE`, `FULL`,
-    `FULL_DECODE_ONLY`, `FULL_AND_PIECEWISE`). `gpu` is the compute capability times ten: 90 is sm_90. `complete` says
-    that the whole launch command is known, so that what it leaves out has vLLM's default. `sources` tells where a
-    field comes from, `unknown` lists flags that were given and are not read.
+    `FULL_DECODE_ONLY`, `FULL_AND_PIECEWISE`). `attention` is the target's back end, `draft_attention` the drafter's.
+    `gpu` is the compute capability times ten: 90 is sm_90. `complete` says that the whole launch command is known, so
+    that what it leaves out has vLLM's default. `sources` tells where a field comes from, `unknown` lists flags that
+    were given and are not read.
     """
 
     version: str = ""
@@ -82,7 +83,9 @@ class Config:
     eager: bool | None = None
     cudagraphs: str = ""
     attention: str = ""
+    draft_attention: str = ""
     kv_cache_dtype: str = ""
+    draft_kv_cache_dtype: str = ""
     max_num_seqs: int | None = None
     gpu: int | None = None
     complete: bool = False
@@ -147,6 +150,7 @@ def resolve(config: Config) -> Config:
         _caching,
         _async,
         _attention,
+        _draft_attention,
     )
     for step in steps:
         config = step(config)
@@ -223,17 +227,76 @@ def _async(c: Config) -> Config:
 
 
 def _attention(c: Config) -> Config:
-    """The first back end of vllm/platforms/cuda.py (0.19.1:100-112, 0.28.0:148-162, 0.33.0:160-180).
-
-    FlashInfer on sm_100; elsewhere FlashAttention, which below sm_90 and on sm_120 has no fp8 cache.
-    """
-    if not c.complete or c.gpu is None:
+    """The back end of the target: as named, or as vLLM chooses it."""
+    if not c.complete:
         return c
+    return c.with_default("attention", *_chosen(c, c.kv_cache_dtype))
+
+
+def follows_target(c: Config) -> bool | None:
+    """Whether an MTP or EAGLE drafter has the target's attention back end; None where that cannot be told.
+
+    On the V1 runner to 0.20.2 (vllm/v1/spec_decode, _create_draft_vllm_config: 0.19.1 eagle.py:1215-1228, then
+    llm_base_proposer.py: 0.20.2:1274-1287). From 0.21.0 on it has what `attention_backend` of speculative_config
+    names, a key since then, and else one of its own (0.21.0:1103-1112, 0.24.0:1205-1214, 0.29.0:1304-1313). On the V2
+    runner to 0.29.0 (v1/worker/gpu/spec_decode/eagle/utils.py: 0.29.0:36-53; 0.30.0:97-106 takes the key where given).
+    """
+    older = c.before("0.21.0")
+    return c.before("0.30.0") if older is False and c.runner == "v2" else older
+
+
+def _draft_attention(c: Config) -> Config:
+    """The back end of the drafter.
+
+    Where the whole command is not known, the key may have been left out of it: then what would be chosen counts only
+    if the target has the same.
+    """
+    follows = follows_target(c)
+    if follows:
+        told = f"the target's in {c.version}{c.told('attention')}"
+        return replace(c, draft_attention=c.attention, sources={**c.sources, "draft_attention": told})
+    if follows is False and c.runner == "v2":
+        return c.with_default("draft_attention", c.attention, "the target's on the V2 runner")
+    chosen, why = _chosen(c, c.draft_kv_cache_dtype or c.kv_cache_dtype)
+    if c.attention and c.attention != chosen:
+        if follows is None or not c.complete:
+            return c
+        why += f"; {c.attention} is the target's alone"
+    return c.with_default("draft_attention", chosen, why) if c.complete or c.attention else c
+
+
+def _chosen(c: Config, kv_cache_dtype: str) -> tuple[str, str]:
+    """What is chosen where no back end is named, and why; two empty texts where that cannot be told.
+
+    The first of vllm/platforms/cuda.py that supports the configuration (0.19.1:100-113, 0.24.0:144-159,
+    0.29.0:148-164): FlashInfer on sm_100; elsewhere FlashAttention, then FlashInfer. Of fp8 caches FlashAttention has
+    e4m3 on sm_90 alone (v1/attention/backends/flash_attn.py, supports_kv_cache_dtype: 0.22.1:183-193, 0.29.0:178-185
+    with fa_utils.py:306-308). Below sm_80 it has nothing, and FlashInfer works on sm_75 to 0.23.0 (flashinfer.py,
+    supports_compute_capability: 0.23.0:407-410, 0.24.0:426-434). Models with attention sinks, other head sizes than 64,
+    128 and 256 or bidirectional prefixes may get another one.
+    """
+    cache = kv_cache_dtype or ("auto" if c.complete else "")
+    if c.gpu is None:
+        return "", ""
     if c.gpu // 10 == 10:
-        return c.with_default("attention", "FLASHINFER", f"default on sm_{c.gpu}")
-    if c.kv_cache_dtype.startswith("fp8"):
-        return c if c.gpu == 90 else c.with_default("attention", "FLASHINFER", "fp8 cache, no FlashAttention")
-    return c.with_default("attention", "FLASH_ATTN", f"default on sm_{c.gpu}")
+        return "FLASHINFER", f"chosen on sm_{c.gpu}"
+    if c.gpu < 80:
+        turing = c.gpu == 75 and c.before("0.24.0")
+        return ("FLASHINFER", "chosen on sm_75") if turing else ("", "")
+    if cache.startswith("fp8"):
+        return _chosen_for_fp8(c.gpu, cache)
+    if cache in ("auto", "float16", "bfloat16"):
+        return "FLASH_ATTN", f"chosen on sm_{c.gpu}"
+    return "", ""
+
+
+def _chosen_for_fp8(gpu: int, cache: str) -> tuple[str, str]:
+    """Releases differ on e5m2 and sm_90."""
+    if cache not in ("fp8", "fp8_e4m3", "fp8_e5m2") or (cache == "fp8_e5m2" and gpu == 90):
+        return "", ""
+    if gpu == 90:
+        return "FLASH_ATTN", f"chosen on sm_90, also for {cache}"
+    return "FLASHINFER", f"chosen on sm_{gpu}, where FlashAttention has no {cache} cache"
 
 
 def _family(method: str) -> str:
@@ -337,7 +400,12 @@ GRAPHS = Condition("CUDA graphs", _graphs, lambda c: f"{c.cudagraphs or 'not kno
 FULL_GRAPHS = Condition("full CUDA graphs", _full_graphs, lambda c: f"{c.cudagraphs}{c.told('cudagraphs')}")
 DFLASH = _drafted_by("dflash")
 DRAFT_LOOP = _drafted_by("mtp", "eagle")
-FLASHINFER = _equal("attention", "FLASHINFER", "the FlashInfer back end")
+FLASHINFER = _equal(
+    "draft_attention",
+    "FLASHINFER",
+    "FlashInfer in the drafter (to 0.20 the target's back end, from 0.21.0 attention_backend of speculative_config, "
+    "else chosen by GPU and cache type)",
+)
 PLANS = Condition(
     "decode kernels of FlashInfer that plan (sm_80 to sm_89 always, sm_90 to 0.24, sm_120 to 0.27, sm_100 never)",
     _plans,

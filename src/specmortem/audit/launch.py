@@ -64,7 +64,9 @@ WORDS: Mapping[str, str] = {
     "mamba-cache-mode": "cache_mode",
     "cache-mode": "cache_mode",
     "kv-cache-dtype": "kv_cache_dtype",
+    "draft-kv-cache-dtype": "draft_kv_cache_dtype",
     "attention-backend": "attention",
+    "draft-attention-backend": "draft_attention",
     "cudagraph-mode": "cudagraphs",
     "method": "speculation",
     "spec": "speculation",
@@ -135,6 +137,16 @@ NEUTRAL = frozenset(
 TRUE, FALSE = {"1", "true", "yes", "on", ""}, {"0", "false", "no", "off"}
 RUNNERS: Mapping[bool | None, str | None] = {True: "v2", False: "v1", None: None}
 JSON_FLAGS = ("speculative-config", "compilation-config", "attention-config", "sc", "cc", "ac")
+# Keys that mean another thing inside a JSON flag than outside.
+DRAFTERS = {"attention-backend": "draft-attention-backend", "kv-cache-dtype": "draft-kv-cache-dtype"}
+INSIDE: Mapping[str, Mapping[str, str]] = {
+    "speculative-config": DRAFTERS,
+    "sc": DRAFTERS,
+    "attention-config": {"backend": "attention-backend"},
+    "ac": {"backend": "attention-backend"},
+}
+# What vLLM prints where no back end is named; its last such line is the drafter's, which is loaded after the target.
+CHOSEN = r"Using (\w+) attention backend out of"
 # Lines of a log: (pattern, field, value), or the field that the first group gives.
 LOG_LINES: tuple[tuple[str, str, Any], ...] = (
     (r"Using V2 Model Runner", "runner", "v2"),
@@ -144,7 +156,8 @@ LOG_LINES: tuple[tuple[str, str, Any], ...] = (
     (r"Initializing a V1 LLM engine \(v([^)\s]+)\)", "version", None),
     (r"\bvLLM(?: API server version)?[: ]+v?(\d+\.\d+\.\d+[\w.+]*)", "version", None),
     (r"Resolved architecture: (\w+)", "model", None),
-    (r"Using (\w+) attention backend out of", "attention", None),
+    (r"Using AttentionBackendEnum\.(\w+) backend", "attention", None),
+    (CHOSEN, "attention", None),
     (r"\b(?:sm_?|SM)(\d{2,3})\b", "gpu", None),
 )
 # What a report states in words, beside or instead of flags.
@@ -239,32 +252,33 @@ class _Notes:
     def nested(self, head: str, rest: str, value: str, shown: str) -> None:
         """A flag whose value is JSON, or one key of it behind a dot."""
         if rest:
-            self.flag(rest, value, shown)
+            self.flag(_inside(head, rest), value, shown)
             return
         loaded = _literal(value)
         if isinstance(loaded, dict):
-            self.mapping(loaded, shown)
+            self.mapping(loaded, shown, head)
         elif head in ("speculative-config", "sc") and loaded is None and value.strip() in ("None", "null"):
             self.put("speculation", NO_SPECULATION, shown)
         else:
-            self.loose(value, shown)
+            self.loose(value, shown, head)
 
-    def loose(self, value: str, shown: str) -> None:
+    def loose(self, value: str, shown: str, head: str) -> None:
         """JSON that was cut or redacted: its readable pairs."""
         pairs = re.findall(r"[\"']?(\w+)[\"']?\s*[:=]\s*[\"']?([\w./+-]+)", value)
         if not pairs:
             self.unknown[f"{shown} {value}"[:80]] = None
         for key, text in pairs:
-            self.flag("draft-" + key if key == "model" else key, text, f"{shown}: {key}")
+            name = _inside(head, key.replace("_", "-").lower())
+            self.flag("draft-" + key if key == "model" else name, text, f"{shown}: {key}")
 
-    def mapping(self, found: Mapping[str, Any], shown: str) -> None:
+    def mapping(self, found: Mapping[str, Any], shown: str, head: str = "") -> None:
         """Keys of a JSON value; a model in it is the drafter's."""
         for key, value in found.items():
-            name = str(key).replace("_", "-").lower()
+            name = _inside(head, str(key).replace("_", "-").lower())
             if name == "model" and shown != "log":
                 continue
             if isinstance(value, dict):
-                self.mapping(value, name)
+                self.mapping(value, name, name)
             elif name == "speculative-config" and value is None:
                 self.put("speculation", NO_SPECULATION, shown)
             else:
@@ -293,6 +307,8 @@ class _Notes:
             if found := re.search(pattern, text, re.MULTILINE):
                 given = value if value is not None else _word(name, next(g for g in found.groups() if g))
                 self.put(name, given, f"“{found[0]}”")
+        if own := re.findall(CHOSEN, text):
+            self.put("draft_attention", _word("draft_attention", own[-1]), f"“Using {own[-1]} … out of”")
         if named := _named_gpu(text):
             self.put("gpu", *named)
         if found := re.search(r"^Model: (?!see flags)(\S+)|\b(Qwen3\.[5-9]-[\w.-]+)", text, re.MULTILINE):
@@ -320,7 +336,8 @@ def _word(name: str, value: str) -> Any:
     readers: Mapping[str, Callable[[str], Any]] = {
         "cache_mode": lambda v: v if v in ("none", "align", "all") else None,
         "runner": lambda v: v.lower() if v.lower() in ("v1", "v2") else None,
-        "attention": lambda v: v.upper().rpartition(".")[2],
+        "attention": _backend,
+        "draft_attention": _backend,
         "cudagraphs": lambda v: v.upper().rpartition(".")[2].partition(":")[0],
         "speculation": lambda v: v.lower(),
         "gpu": gpu_of,
@@ -330,6 +347,17 @@ def _word(name: str, value: str) -> Any:
         "version": lambda v: v.lstrip("v"),
     }
     return readers.get(name, str)(value)
+
+
+def _backend(text: str) -> str | None:
+    """A back end's name; `auto`, and a JSON null, name none."""
+    name = text.upper().rpartition(".")[2]
+    return None if name in ("AUTO", "NONE", "NULL", "") else name
+
+
+def _inside(head: str, key: str) -> str:
+    """A key inside a JSON flag, under the name that it has outside."""
+    return INSIDE.get(head, {}).get(key, key)
 
 
 def _literal(text: str) -> Any:
