@@ -11,7 +11,7 @@ thread terminated with exception: CUDA error: an illegal memory access was encou
 """
 MTP = """\
 vllm serve Qwen/Qwen3.5-4B --max-model-len 8192 --max-num-seqs 32 --attention-backend FLASHINFER \
---speculative-config '{"method": "mtp", "num_speculative_tokens": 5}'
+--speculative-config '{"method": "mtp", "num_speculative_tokens": 5, "attention_backend": "FLASHINFER"}'
 INFO 03-04 10:00:00 [core.py:93] Initializing a V1 LLM engine (v0.22.1) with config: ...
 RuntimeError: CUDA error: an illegal memory access was encountered
 NVRM: Xid (PCI:0000:0a:00): 31, pid=7, MMU Fault: Fault is of type FAULT_PDE ACCESS_TYPE_VIRT_READ

@@ -121,6 +121,126 @@ def test_settings_that_do_not_reach_a_cause_speak_against_it():
     assert any(a["rule"] == "reach:settings" for a in found["against"])
 
 
+def loop(release, target="", draft="", more=""):
+    """A crash with MTP drafts, with the back ends that are named."""
+    named = f" --attention-backend {target}" * bool(target)
+    own = f', "attention_backend": "{draft}"' * bool(draft)
+    return (
+        f"vllm serve Qwen/Qwen3.5-4B{named} --speculative-config "
+        f'\'{{"method": "mtp", "num_speculative_tokens": 5{own}}}\'\n'
+        f"INFO 03-04 10:00:00 [core.py:93] Initializing a V1 LLM engine (v{release}) with config: ...\n{more}"
+        "RuntimeError: CUDA error: an illegal memory access was encountered\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("release", "target", "draft", "value"),
+    [
+        ("0.20.2", "FLASHINFER", "", "flashinfer"),
+        ("0.20.2", "TRITON_ATTN", "", "triton"),
+        ("0.20.2", "TRITON_ATTN", "FLASHINFER", "triton"),
+        ("0.21.0", "FLASHINFER", "", "depends"),
+        ("0.24.0", "TRITON_ATTN", "", "depends"),
+        ("0.24.0", "TRITON_ATTN", "FLASHINFER", "flashinfer"),
+        ("0.24.0", "FLASHINFER", "FLASH_ATTN", "flash-attn"),
+        ("0.24.0", "", "FLASHINFER", "flashinfer"),
+    ],
+)
+def test_the_drafters_back_end_is_weighed(release, target, draft, value):
+    found = data(loop(release, target, draft))
+    assert [fact["value"] for fact in found["facts"]["loop_backend"]] == [value]
+    told = candidate(found, "plan-staging-reuse")
+    pros = {a["rule"] for a in told["for"]}
+    assert ("flashinfer-plans" in pros) is (value == "flashinfer")
+    assert ("flashinfer-named" in pros) is (value == "depends" and target == "FLASHINFER")
+    assert ("reach:settings" in {a["rule"] for a in told["against"]}) is (value in ("triton", "flash-attn"))
+
+
+def test_nothing_is_said_of_a_back_end_that_nobody_names():
+    assert "loop_backend" not in data(loop("0.24.0"))["facts"]
+
+
+def test_without_a_release_a_named_back_end_need_not_be_the_drafters():
+    told = candidate(
+        data("vLLM, MTP n=5, FlashInfer attention\nCUDA error: an illegal memory access\n"),
+        "plan-staging-reuse",
+    )
+    assert "flashinfer-named" in {a["rule"] for a in told["for"]}
+
+
+def test_ampere_with_an_fp8_cache_has_flashinfer_in_the_drafter_whatever_the_target_has():
+    more = "RTX 3090, --kv-cache-dtype fp8\n"
+    assert [f["value"] for f in data(loop("0.24.0", "FLASHINFER", "", more))["facts"]["loop_backend"]] == [
+        "flashinfer"
+    ]
+
+
+@pytest.mark.parametrize("target", ["FLASHINFER", ""])
+def test_what_the_log_says_was_chosen_is_the_drafters(target):
+    more = "INFO 03-04 10:00:00 [cuda.py:300] Using FLASH_ATTN attention backend out of potential backends: [].\n"
+    facts = data(loop("0.24.0", target, "", more))["facts"]
+    assert [f["value"] for f in facts["loop_backend"]] == ["flash-attn"]
+    assert [f["value"] for f in facts["backend"]] == ["flashinfer" if target else "flash-attn"]
+
+
+def commands(text):
+    return {entry["experiment"]: entry for entry in data(text)["next"]}
+
+
+@pytest.mark.parametrize(("release", "target"), [("0.20.2", ""), ("0.20.2", "FLASHINFER")])
+def test_to_0_20_the_targets_flag_takes_flashinfer_out_of_the_drafter(release, target):
+    found = commands(loop(release, target))
+    assert found["other-backend-of-both"]["command"] == "--attention-backend TRITON_ATTN"
+    assert found["other-backend-of-both"]["separates"]["plan-staging-reuse"] == "clean"
+    assert "other-backend" not in found
+
+
+@pytest.mark.parametrize(
+    ("release", "target", "draft"),
+    [("0.21.0", "", ""), ("0.24.0", "TRITON_ATTN", ""), ("0.24.0", "", "FLASHINFER")],
+)
+def test_from_0_21_0_on_the_experiment_names_the_drafters_back_end(release, target, draft):
+    found = commands(loop(release, target, draft))
+    assert found["other-backend"]["command"].startswith("--speculative-config")
+    assert '"attention_backend": "TRITON_ATTN"' in found["other-backend"]["command"]
+    assert found["other-backend"]["separates"]["plan-staging-reuse"] == "clean"
+    assert "other-backend-of-both" not in found
+
+
+@pytest.mark.parametrize(
+    ("release", "target", "draft"), [("0.20.2", "TRITON_ATTN", ""), ("0.24.0", "", "TRITON_ATTN")]
+)
+def test_a_drafter_without_flashinfer_needs_no_other_back_end(release, target, draft):
+    assert not {"other-backend", "other-backend-of-both"} & set(commands(loop(release, target, draft)))
+
+
+def test_a_run_with_another_target_back_end_tells_of_the_drafter_only_to_0_20():
+    tried = "With TRITON_ATTN it still crashes.\n"
+    new, old = (data(loop(release, "FLASHINFER", "", tried)) for release in ("0.24.0", "0.20.2"))
+    assert "other-backend" in {entry["experiment"] for entry in new["next"]}
+    assert "other-backend-of-both" not in {entry["experiment"] for entry in old["next"]}
+    assert ["the target's alone" in " ".join(found["weighs_nothing"]) for found in (new, old)] == [
+        True,
+        False,
+    ]
+
+
+def test_the_audit_command_carries_the_drafters_back_end():
+    from specmortem.audit import launch
+
+    config = launch.parse(shlex.split(data(logs.MTP)["links"]["audit"])[1])
+    assert (config.attention, config.draft_attention, config.unknown) == ("FLASHINFER", "FLASHINFER", ())
+
+
+def test_rules_that_ignore_the_drafters_key_are_found_out(monkeypatch):
+    from specmortem.triage import signs
+
+    kept = [sign for sign in signs.all_signs().signs if sign.fact != "draft_backend"]
+    monkeypatch.setattr("specmortem.triage.reader.all_signs", lambda: signs.Signs(kept))
+    found = data(loop("0.24.0", "TRITON_ATTN", "FLASHINFER"))
+    assert [fact["value"] for fact in found["facts"]["loop_backend"]] != ["flashinfer"]
+
+
 def test_without_a_pipeline_the_row_mix_up_is_excluded():
     found = candidate(
         data(logs.PIPELINE.replace("--pipeline-parallel-size 2", "--pipeline-parallel-size 1")),

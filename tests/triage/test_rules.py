@@ -68,6 +68,8 @@ def test_rules_ask_only_for_facts_that_can_be_stated():
         "symptom",
         "graphs",
         "async",
+        "loop_backend",
+        "drafter_follows",
     }
     stated |= {f"control.{entry['subject']}" for entry in signs.data()["controls"]}
     loaded = rules.load()

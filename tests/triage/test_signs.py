@@ -31,6 +31,18 @@ def facts(line):
         ("-cc.cudagraph_mode=PIECEWISE", "graphs=piecewise"),
         ("--attention-backend FLASH_ATTN", "backend=flash-attn"),
         ("Using FLASHINFER attention backend", "backend=flashinfer"),
+        ("Using AttentionBackendEnum.TRITON_ATTN backend.", "backend=triton"),
+        ("Using FLASH_ATTN attention backend out of potential backends: []", "chosen_backend=flash-attn"),
+        ("--speculative-config.attention_backend FLASHINFER", "draft_backend=flashinfer"),
+        (
+            """--speculative-config '{"method": "mtp", "attention_backend": "TRITON_ATTN"}'""",
+            "draft_backend=triton",
+        ),
+        (
+            "'speculative_config': {'method': 'mtp', 'attention_backend': 'FLASHINFER'}",
+            "draft_backend=flashinfer",
+        ),
+        ("""speculative-config: '{\\"attention_backend\\":\\"FLASH_ATTN\\"}'""", "draft_backend=flash-attn"),
         ("Initializing a V1 LLM engine (v0.22.1rc1.dev3+gabc) with config", "version=0.22.1rc1.dev3+gabc"),
         ("NVRM: Xid (PCI:0000:01:00): 31, pid=5", "xid=31"),
         ("Xid 31 VIRT_WRITE", "access=write"),

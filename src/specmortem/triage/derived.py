@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from specmortem.audit import exposure
 from specmortem.audit.launch import gpu_of
+from specmortem.triage import reach
 from specmortem.triage.facts import PROSE, STATED, Fact, FactBook
+from specmortem.triage.signs import backend
 
 CONCURRENT, SINGLE = "many", "single"
 LOW_KV_PERCENT = 30.0
 FIRST_ON_V1 = 8
 _MINOR = re.compile(r"0\.(\d{1,3})\b")
+LOOP_DRAFTERS = frozenset({"mtp", "eagle", "eagle3", "draft-model"})
 COMMAND_FLAGS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "model")
 
 
@@ -28,6 +32,9 @@ def complete(book: FactBook) -> FactBook:
         _kv,
         _default_pipeline,
         _old_engine,
+        _chosen_backend,
+        _drafter_follows,
+        _loop_backend,
     ):
         result.extend(follow(result))
     return result
@@ -123,3 +130,34 @@ def _old_engine(book: FactBook) -> list[Fact]:
     if minor is None or int(minor[1]) >= FIRST_ON_V1 or "runner" in book or "fork" in book:
         return []
     return [_because(found[0], "runner", "v0")]
+
+
+def _chosen_backend(book: FactBook) -> list[Fact]:
+    """What vLLM chose: for the drafter alone where the target's is named, else first for the target."""
+    chosen = book.named("chosen_backend")
+    if not chosen:
+        return []
+    found = [] if "draft_backend" in book else [replace(chosen[-1], name="draft_backend")]
+    if all(fact.rank == PROSE for fact in book.named("backend")):
+        found.append(replace(chosen[0], name="backend"))
+    return found
+
+
+def _drafter_follows(book: FactBook) -> list[Fact]:
+    """`drafter_follows`: whether the drafter has the target's attention back end in this release."""
+    follows = exposure.follows_target(reach.config(book))
+    return (
+        []
+        if follows is None
+        else [_because(book.named("version")[0], "drafter_follows", "yes" if follows else "no")]
+    )
+
+
+def _loop_backend(book: FactBook) -> list[Fact]:
+    """`loop_backend`: the drafter's attention back end; `depends` where the one named need not be its own."""
+    named = book.named("draft_backend") or book.named("backend")
+    methods = book.values("method")
+    if not named or (methods and not LOOP_DRAFTERS & set(methods)):
+        return []
+    known = exposure.resolve(reach.config(book)).draft_attention
+    return [_because(named[0], "loop_backend", backend(known) or "depends")]

@@ -113,6 +113,11 @@ def _settings(cause: str, settings: Config) -> Iterator[Word]:
 ATTENTION = {"flashinfer": "FLASHINFER", "flash-attn": "FLASH_ATTN", "triton": "TRITON_ATTN"}
 
 
+def attention(value: str) -> str:
+    """An attention back end by vLLM's name."""
+    return ATTENTION.get(value, value.upper())
+
+
 def config(book: FactBook) -> Config:
     """The facts as the `Config` that `audit` judges; what several facts contradict each other on is left open."""
     stated: dict[str, Any] = {
@@ -129,7 +134,8 @@ def config(book: FactBook) -> Config:
         "block_size": _most(book, "block_size"),
         "async_scheduling": SWITCH.get(_only(book, "async") or ""),
         "eager": True if book.values("graphs") == ["eager"] else None,
-        "attention": ATTENTION.get(_only(book, "backend") or "", (_only(book, "backend") or "").upper()),
+        "attention": attention(_only(book, "backend") or ""),
+        "draft_attention": attention(_only(book, "draft_backend") or ""),
         "kv_cache_dtype": _only(book, "kv_cache_dtype") or "",
         "max_num_seqs": _most(book, "max_num_seqs"),
         "gpu": int(arch.removeprefix("sm_")) if (arch := _only(book, "arch")) else None,
@@ -174,6 +180,7 @@ SETTINGS: Mapping[str, str] = {
     "prefix_cache": "enable-prefix-caching",
     "async": "async-scheduling",
     "backend": "attention-backend",
+    "draft_backend": "draft-attention-backend",
     "max_num_seqs": "max-num-seqs",
     "block_size": "block-size",
     "kv_cache_dtype": "kv-cache-dtype",
@@ -187,8 +194,7 @@ def settings(book: FactBook) -> dict[str, str]:
     for name in ("enable-prefix-caching", "async-scheduling"):
         if name in found:
             found[name] = {"on": "true", "off": "false"}.get(found[name], found[name])
-    if "attention-backend" in found:
-        found["attention-backend"] = ATTENTION.get(
-            found["attention-backend"], found["attention-backend"].upper()
-        )
+    for name in ("attention-backend", "draft-attention-backend"):
+        if name in found:
+            found[name] = attention(found[name])
     return found

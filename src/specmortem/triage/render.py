@@ -28,6 +28,8 @@ ENVIRONMENT = (
     "async",
     "graphs",
     "backend",
+    "draft_backend",
+    "loop_backend",
     "cache_mode",
     "prefix_cache",
     "block_size",

@@ -38,7 +38,10 @@ _MACROS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Sign:
-    """`pattern` states `fact` = `value`, or its first group where `value` is empty; see the head of `signs.toml`."""
+    """`pattern` states `fact` = `value`, or its first group where `value` is empty; see the head of `signs.toml`.
+
+    What lies within its match and would state one of the facts in `hides` states nothing.
+    """
 
     fact: str
     value: str
@@ -48,6 +51,7 @@ class Sign:
     firm: bool = False
     denied: str | None = None
     convert: Callable[[str], str] | None = None
+    hides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class Found:
     value: str
     start: int
     end: int
+
+    def hidden_by(self, other: Found) -> bool:
+        """Whether the other one, around it, says that this is no such fact."""
+        return self.sign.fact in other.sign.hides and other.start <= self.start and self.end <= other.end
 
 
 class Signs:
@@ -70,6 +78,11 @@ class Signs:
 
     def find(self, text: str) -> Iterator[Found]:
         """What the signs state in `text`, negated mentions aside."""
+        found = list(self._all(text))
+        hiding = [each for each in found if each.sign.hides]
+        return (each for each in found if not any(each.hidden_by(other) for other in hiding))
+
+    def _all(self, text: str) -> Iterator[Found]:
         data = text.encode("utf-8", "replace")
         ascii_only = len(data) == len(text)
         for index in self._set.indices(data):
@@ -131,6 +144,7 @@ def _sign(entry: Mapping[str, Any]) -> Sign:
             entry.get("firm", False),
             entry.get("denied"),
             CONVERTERS[entry["convert"]] if "convert" in entry else None,
+            tuple(entry.get("hides", ())),
         )
     except KeyError as error:
         raise BadInputError(f"signs.toml: {entry!r} has no {error}, or names an unknown one") from None
