@@ -275,8 +275,9 @@ def test_the_drafters_back_end_decides_from_0_21_0_on_and_the_targets_before(
 
 def test_rules_that_ignore_the_drafters_key_are_found_out(monkeypatch):
     keys = [case for case in DRAFTERS if case[2] in ("FLASHINFER", "TRITON_ATTN") and case[0] != "0.20.2"]
-    ignored = dict.fromkeys(launch.INSIDE, {"attention-backend": "ignored"})
-    monkeypatch.setattr(launch, "INSIDE", ignored)
+    inside = launch._inside
+    ignored = {"attention-backend": "ignored"}
+    monkeypatch.setattr(launch, "_inside", lambda head, key: ignored.get(key, inside(head, key)))
     wrong = [
         case
         for case in keys
@@ -521,3 +522,23 @@ def test_load_reads_a_file_and_refuses_what_says_nothing(tmp_path):
         launch.load(str(tmp_path / "empty"))
     with pytest.raises(UnavailableError, match="cannot read"):
         launch.load(str(tmp_path / "gone"))
+
+
+INNER = '{"method": "mtp", "num_speculative_tokens": 3, "enforce_eager": true, "tensor_parallel_size": 2}'
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        f"--speculative-config '{INNER}'",
+        f"-sc '{INNER}'",
+        "--speculative-config.method mtp --speculative-config.num_speculative_tokens 3 "
+        "--speculative-config.enforce_eager true --speculative-config.tensor_parallel_size 2",
+        '--speculative-config \'{"method": "mtp", "num_speculative_tokens": 3, "enforce_eager": true, …\'',
+    ],
+)
+def test_what_the_drafter_has_of_its_own_is_not_the_engines(written):
+    found = launch.parse(f"vllm serve m -tp 4 {written}")
+    assert (found.speculation, found.drafts, found.tensor) == ("mtp", 3, 4)
+    assert found.eager is None and not found.unknown
+    assert launch.parse(f"vllm serve m --enforce-eager {written}").eager is True

@@ -131,20 +131,16 @@ NEUTRAL = frozenset(
         "pytorch-cuda-alloc-conf",
         "pytorch-alloc-conf",
         "cudagraph-capture-sizes",
-        "draft-tensor-parallel-size",
     }
 )
 TRUE, FALSE = {"1", "true", "yes", "on", ""}, {"0", "false", "no", "off"}
 RUNNERS: Mapping[bool | None, str | None] = {True: "v2", False: "v1", None: None}
 JSON_FLAGS = ("speculative-config", "compilation-config", "attention-config", "sc", "cc", "ac")
-# Keys that mean another thing inside a JSON flag than outside.
-DRAFTERS = {"attention-backend": "draft-attention-backend", "kv-cache-dtype": "draft-kv-cache-dtype"}
-INSIDE: Mapping[str, Mapping[str, str]] = {
-    "speculative-config": DRAFTERS,
-    "sc": DRAFTERS,
-    "attention-config": {"backend": "attention-backend"},
-    "ac": {"backend": "attention-backend"},
-}
+# Inside speculative_config these mean what they mean outside; any other key is the drafter's.
+SPECULATION = ("speculative-config", "sc")
+SHARED = frozenset(
+    {"method", "spec", "model", "num-speculative-tokens", "num-spec-tokens", "draft-tokens", "k"}
+)
 # What vLLM prints where no back end is named; its last such line is the drafter's, which is loaded after the target.
 CHOSEN = r"Using (\w+) attention backend out of"
 # Lines of a log: (pattern, field, value), or the field that the first group gives.
@@ -246,7 +242,7 @@ class _Notes:
         head, _, rest = key.partition(".")
         if head in JSON_FLAGS:
             self.nested(head, rest, value, shown)
-        elif not self.known(key, value, shown) and key not in NEUTRAL:
+        elif not self.known(key, value, shown) and not _neutral(key):
             self.unknown[shown] = None
 
     def nested(self, head: str, rest: str, value: str, shown: str) -> None:
@@ -257,7 +253,7 @@ class _Notes:
         loaded = _literal(value)
         if isinstance(loaded, dict):
             self.mapping(loaded, shown, head)
-        elif head in ("speculative-config", "sc") and loaded is None and value.strip() in ("None", "null"):
+        elif head in SPECULATION and loaded is None and value.strip() in ("None", "null"):
             self.put("speculation", NO_SPECULATION, shown)
         else:
             self.loose(value, shown, head)
@@ -355,9 +351,17 @@ def _backend(text: str) -> str | None:
     return None if name in ("AUTO", "NONE", "NULL", "") else name
 
 
+def _neutral(key: str) -> bool:
+    """Whether a flag decides nothing here, as what the drafter has of its own does not."""
+    own = key.removeprefix("draft-")
+    return own in NEUTRAL or (own != key and (own in NUMBERS or own in WORDS or own in SWITCHES))
+
+
 def _inside(head: str, key: str) -> str:
     """A key inside a JSON flag, under the name that it has outside."""
-    return INSIDE.get(head, {}).get(key, key)
+    if head in SPECULATION and key not in SHARED and not key.startswith("draft-"):
+        return f"draft-{key}"
+    return "attention-backend" if (head, key) in (("attention-config", "backend"), ("ac", "backend")) else key
 
 
 def _literal(text: str) -> Any:
