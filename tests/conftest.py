@@ -19,6 +19,21 @@ def interpreted() -> None:
         pytest.skip("kernels are compiled for a GPU in this run; bounds are checked in the interpreter")
 
 
+@pytest.fixture(scope="session")
+def package_index() -> None:
+    """Skips where no package index answers; in CI that is a failure."""
+    import requests
+
+    from specmortem.errors import UnavailableError
+    from specmortem.upstream import index
+
+    try:
+        with index.session() as session:
+            session.get(f"{index.endpoint()}/pip/", timeout=20, stream=True).close()
+    except (UnavailableError, requests.ConnectionError, requests.Timeout) as error:
+        pytest.skip(f"no package index: {index.redacted(error)}")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """With SPECMORTEM_REQUIRE_INDEX, as in CI, a test that finds no package index fails instead of being skipped."""

@@ -8,27 +8,15 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-import requests
 
 from specmortem import upstream
-from specmortem.errors import UnavailableError
 from specmortem.serving import arms, child
-from specmortem.upstream import index
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.usefixtures("package_index")]
 
 RELEASES = (arms.OLDEST, "0.22.1", "0.23.0", "0.24.0", arms.NEWEST)
 ARGS, ENGINE = "vllm/engine/arg_utils.py", "vllm/v1/engine/llm_engine.py"
 SAMPLING, OUTPUTS = "vllm/sampling_params.py", "vllm/outputs.py"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def reachable():
-    try:
-        with index.session() as session:
-            session.get(f"{index.endpoint()}/pip/", timeout=20, stream=True).close()
-    except (UnavailableError, requests.ConnectionError, requests.Timeout) as error:
-        pytest.skip(f"no package index: {index.redacted(error)}")
 
 
 @pytest.fixture(params=RELEASES)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import ast
 
 import pytest
-import requests
 
 from specmortem import upstream
-from specmortem.errors import UnavailableError
 from specmortem.serving import arms, child
-from specmortem.upstream import index
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.usefixtures("package_index")]
 
 RELEASES = (arms.OLDEST, "0.21.0", "0.22.1", "0.23.0", "0.24.0", "0.25.1", arms.NEWEST)
 PROPOSER = "vllm/v1/spec_decode/llm_base_proposer.py"
@@ -27,15 +24,6 @@ PATH = (
     (PROPOSER, "SpecDecodeBaseProposer", "model"),
     (PROPOSER, "SpecDecodeBaseProposer", "draft_attn_groups"),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def reachable():
-    try:
-        with index.session() as session:
-            session.get(f"{index.endpoint()}/pip/", timeout=20, stream=True).close()
-    except (UnavailableError, requests.ConnectionError, requests.Timeout) as error:
-        pytest.skip(f"no package index: {index.redacted(error)}")
 
 
 @pytest.fixture(params=RELEASES)

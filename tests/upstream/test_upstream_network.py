@@ -9,11 +9,9 @@ import sys
 import textwrap
 
 import pytest
-import requests
 
 from specmortem import upstream
 from specmortem.errors import UnavailableError
-from specmortem.upstream import index
 
 pytestmark = pytest.mark.network
 
@@ -41,12 +39,7 @@ PROBED = [
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    try:
-        with index.session() as session:
-            session.get(f"{index.endpoint()}/pip/", timeout=20, stream=True).close()
-    except (UnavailableError, requests.ConnectionError, requests.Timeout) as error:
-        pytest.skip(f"no package index: {index.redacted(error)}")
+def cache(package_index, tmp_path_factory):
     return tmp_path_factory.mktemp("releases")
 
 
