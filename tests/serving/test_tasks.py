@@ -1,10 +1,14 @@
 """Recall tasks: their shape, and an oracle that reads the ring back from the prompt."""
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specmortem.errors import BadInputError
+from specmortem.load import prompts
 from specmortem.serving.tasks import (
     ASK,
     BOS,
@@ -14,6 +18,8 @@ from specmortem.serving.tasks import (
     MAX_RING,
     MIN_PROMPT,
     STRIDES,
+    as_prompts,
+    main,
     stride_of,
     tasks,
 )
@@ -77,3 +83,37 @@ def test_bad_requests_are_refused(count, length, answer):
 def test_the_stride_of_another_prompt_is_refused(prompt):
     with pytest.raises(BadInputError):
         stride_of(prompt)
+
+
+@given(seed=st.integers(), length=lengths, answer=st.integers(1, 80))
+def test_lines_are_prompts_of_the_load_client_and_hold_the_tasks(tmp_path_factory, seed, length, answer):
+    some = tasks(3, seed, length, answer)
+    (file := tmp_path_factory.getbasetemp() / "prompts.jsonl").write_text(as_prompts(some))
+    read = prompts.read(file).prompts
+    assert [(prompt.text, prompt.expected) for prompt in read] == [
+        (task.prompt, task.answer) for task in some
+    ]
+
+
+@pytest.mark.parametrize("length, bounds", [("48-160", (48, 160)), ("60", (60, 60))])
+def test_the_module_prints_the_tasks_it_is_asked_for(length, bounds):
+    words = ["--count", "5", "--seed", "7", "--length", length, "--answer", "40"]
+    command = [sys.executable, "-W", "error", "-m", "specmortem.serving.tasks", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == as_prompts(tasks(5, 7, bounds, 40))
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"--length": "long"}, "'long' is neither N nor LOW-HIGH"),
+        ({"--length": "160-48"}, "prompts of 160 to 48 tokens"),
+        ({"--count": "0"}, "0 tasks of 40 answer tokens"),
+    ],
+)
+def test_bad_input_to_the_module_ends_with_two(capsys, changed, said):
+    words = {"--count": "5", "--length": "48-160", "--answer": "40"} | changed
+    with pytest.raises(SystemExit, match="2"):
+        main([word for pair in words.items() for word in pair])
+    told = capsys.readouterr()
+    assert said in told.err and not told.out

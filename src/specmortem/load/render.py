@@ -31,7 +31,10 @@ IDS_SHOWN = 6
 
 @dataclass(frozen=True)
 class Round:
-    """Figures of a round. Seconds are medians over whole answers; `tokens_per_s` is None without counts."""
+    """Figures of a round. Seconds are medians over whole answers.
+
+    `first_text_s` is None where answers are not streamed, `tokens_per_s` without counts.
+    """
 
     number: int
     sent: int
@@ -45,10 +48,11 @@ class Round:
 def rounds(result: Result) -> list[Round]:
     """Figures by round, the warm-up as round 0."""
     numbers = sorted({record.round for record in result.requests})
-    return [_round(number, [r for r in result.requests if r.round == number]) for number in numbers]
+    streamed = result.settings["shape"]["stream"]
+    return [_round(number, [r for r in result.requests if r.round == number], streamed) for number in numbers]
 
 
-def _round(number: int, records: Sequence[Record]) -> Round:
+def _round(number: int, records: Sequence[Record], streamed: bool) -> Round:
     ok = [r for r in records if r.outcome is Outcome.OK]
     span = max(r.started_s + r.seconds for r in records) - min(r.started_s for r in records)
     tokens = [r.completion_tokens for r in records if r.completion_tokens is not None]
@@ -56,7 +60,7 @@ def _round(number: int, records: Sequence[Record]) -> Round:
         number,
         len(records),
         len(ok),
-        _median([r.first_text_s for r in ok if r.first_text_s is not None]),
+        _median([r.first_text_s for r in ok if r.first_text_s is not None and streamed]),
         _median([r.seconds for r in ok]),
         max((r.seconds for r in ok), default=None),
         sum(tokens) / span if tokens and span > 0 else None,
@@ -88,7 +92,6 @@ def ids(finding: Finding) -> str:
 def as_run(result: Result) -> str:
     """The figures of the shape as they were used."""
     shape = result.settings["shape"]
-    at_once = ", ".join(map(str, shape["concurrency"]))
     each = f"{shape['requests']} requests a round, " if shape["requests"] else ""
     lengths = [
         str(low) if low == high else f"{low} to {high}"
@@ -97,9 +100,16 @@ def as_run(result: Result) -> str:
     given = result.settings["prompts"]
     prompts = f"{given['count']} prompts of a file" if given else f"prompts of about {lengths[0]} tokens"
     return (
-        f"{at_once} at once, {each}{prompts}, answers of up to {lengths[1]}, "
+        f"{_at_once(shape['concurrency'])}, {each}{prompts}, answers of up to {lengths[1]}, "
         f"temperature {shape['temperature']:g}, {'streamed' if shape['stream'] else 'not streamed'}"
     )
+
+
+def _at_once(figures: Sequence[int]) -> str:
+    """One figure for rounds that are alike."""
+    if len(set(figures)) == 1 and len(figures) > 1:
+        return f"{figures[0]} at once in each of {len(figures)} rounds"
+    return f"{', '.join(map(str, figures))} at once"
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -198,15 +208,16 @@ def _requests_figure(result: Result) -> tuple[str, str]:
         rows = [(lane, r) for lane, r in enumerate(ordered) if _kind(r) == label]
         if rows:
             lanes, ends = [lane for lane, _ in rows], [r.started_s + r.seconds for _, r in rows]
-            ax.hlines(lanes, [r.started_s for _, r in rows], ends, color=colour, linewidth=1.5, label=label)
-            ax.plot(ends, lanes, "|" if label == "ok" else "x", color=colour, markersize=4)
+            ax.hlines(lanes, [r.started_s for _, r in rows], ends, color=colour, linewidth=1.5)
+            mark = "|" if label == "ok" else "x"
+            ax.plot(ends, lanes, mark, color=colour, markersize=4)
+            ax.plot([], [], f"{mark}-", color=colour, markersize=4, label=label)
     ax.set_xlabel("seconds since the start")
     ax.set_ylabel("request, by its start")
     ax.invert_yaxis()
     ax.legend(frameon=False, fontsize=8, loc="upper right")
-    return _svg(
-        made
-    ), f"{len(ordered)} requests, each a line from its start to its end; {bad} end with a cross"
+    told = f"{len(ordered)} requests, each a line from its start to its end"
+    return _svg(made), told + (f"; {bad} end with a cross" if bad else "")
 
 
 def _kind(record: Record) -> str:
@@ -227,6 +238,7 @@ def _acceptance_figure(result: Result) -> tuple[str, str]:
         shares = [w.per_position[position] if position < len(w.per_position) else 0.0 for w in result.windows]
         colour = REQUEST_COLOURS[position]
         ax.plot(middles, shares, "--", color=colour, linewidth=1, label=f"position {position}")
+    ax.set_xlim(0, result.seconds)
     ax.set_ylim(0, 1.05)
     ax.set_xlabel("seconds since the start")
     ax.set_ylabel("accepted")

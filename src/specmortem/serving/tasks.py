@@ -13,12 +13,18 @@ another request, or of another step, shows in the text. The walks have no end: E
 What the trained model in data/tiny-recall does with its memories is measured in its training.json. It carries the
 stride while it reads the prompt and has it in its keys by the end: the delta rule's state alone, when it becomes
 another request's only after that, leaves its answers right. The convolution's state matters at every answer token.
+
+`python -m specmortem.serving.tasks --count 48 --seed 7 --length 48-160 --answer 40 > prompts.jsonl` makes a file for
+`specmortem load --prompts`.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specmortem.errors import BadInputError
@@ -97,3 +103,36 @@ def stride_of(prompt: Sequence[int]) -> int:
             f"a prompt that starts with {list(prompt[:2])}: give one made by specmortem.serving.tasks"
         )
     return named[prompt[1]]
+
+
+def as_prompts(some: Iterable[Task]) -> str:
+    """Tasks as lines of `specmortem load --prompts`: token ids of a prompt, and those of the answer as `expected`."""
+    return "".join(json.dumps({"prompt": task.prompt, "expected": task.answer}) + "\n" for task in some)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print tasks as lines of `specmortem load --prompts`; bad input ends with exit code 2."""
+    parser = argparse.ArgumentParser(prog="python -m specmortem.serving.tasks", description=main.__doc__)
+    parser.add_argument("--count", type=int, required=True, help="of tasks, a line each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--length", type=_range, required=True, metavar="N|LOW-HIGH", help="tokens of a prompt"
+    )
+    parser.add_argument(
+        "--answer", type=int, required=True, help="tokens of an answer; give --max-tokens the same"
+    )
+    given = parser.parse_args(arguments)
+    try:
+        print(as_prompts(tasks(given.count, given.seed, given.length, given.answer)), end="")
+    except BadInputError as error:
+        parser.error(str(error))
+
+
+def _range(text: str) -> tuple[int, int]:
+    if not (match := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither N nor LOW-HIGH")
+    return int(match[1]), int(match[2] or match[1])
+
+
+if __name__ == "__main__":
+    main()
