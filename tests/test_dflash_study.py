@@ -7,6 +7,8 @@ from specmortem.errors import BadInputError
 from specmortem.experiments import dflash_oob as arms
 from specmortem.experiments import dflash_study, study
 from specmortem.isolation import Arm, Ended
+from specmortem.serving import arms as engine_arms
+from specmortem.serving import report as engines
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 DATA = Path(__file__).parents[1] / "data"
@@ -69,3 +71,18 @@ def test_graph_and_lookup_replays_of_after_are_clean_on_the_simulator():
 
 def test_lookup_replays_of_before_leave_stale_outputs():
     assert arms.lookup_replays("before", 5, device="sim")["faults"] > 0
+
+
+def test_the_committed_whole_engines_are_what_the_notebook_says_of_them():
+    found = engines.committed(DATA.parent / "investigations" / "dflash-oob")
+    of = {arm.name: arm for arm in found.arms}
+    assert list(of) == ["graphs", "eager", "launch-blocking", "plain"]
+    assert all([run.outcome for run in arm.runs] == ["whole"] * 8 for arm in found.arms)
+    assert set(engines.engine_section(DATA.parent / "investigations/dflash-oob")["faults"]) == {
+        "0 / 8 (below 31%)"
+    }
+    ends = {name: [start.kind for start in arm.starts] for name, arm in of.items() if len(arm.starts) > 1}
+    assert ends == {"graphs": ["python-error", "value"], "plain": ["interrupted", "value"]}
+    planned = engine_arms.load("dflash-oob")
+    assert planned.runs == 20 and {arm.name for arm in planned.arms} - set(of) == {"no-async", "greedy"}
+    assert "--runs 8" in found.command
