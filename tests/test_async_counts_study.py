@@ -10,6 +10,7 @@ from specmortem.experiments import async_counts as arms
 from specmortem.experiments import async_counts_study as counts
 from specmortem.isolation import Arm, Ended
 from specmortem.report import async_counts_figures as drawn
+from specmortem.serving import compare, exact
 from specmortem.serving import report as engines
 from specmortem.verdict import DeviceInfo, Evidence, Results, Row
 
@@ -322,8 +323,12 @@ def test_a_cell_is_coloured_by_whose_count_it_holds():
     assert array.owners == ["P", "B", "C", "A"]
 
 
+def campaign(name):
+    return engines.campaigns(ROOT / "investigations" / counts.SLUG)[name]
+
+
 def test_wrong_answers_of_engines_are_told_by_the_arms_that_gave_them():
-    found = engines.committed(ROOT / "investigations" / counts.SLUG)
+    found = campaign("engine-12-runs")
     table = counts.wrong_answers_table(found).set_index("wrong in")
     alone, shared = table.loc["before"], table.loc["before, after, no-async, no-added-delay"]
     assert len(table) == 2
@@ -332,7 +337,7 @@ def test_wrong_answers_of_engines_are_told_by_the_arms_that_gave_them():
 
 
 def test_an_answer_with_other_tokens_is_another_wrong_answer():
-    found = engines.committed(ROOT / "investigations" / counts.SLUG)
+    found = campaign("engine-12-runs")
     arms_by_name = {arm.name: arm for arm in found.arms}
     first, *rest = arms_by_name["after"].runs
     (request,) = first.kept
@@ -346,3 +351,41 @@ def test_an_answer_with_other_tokens_is_another_wrong_answer():
         "before, after, no-async, no-added-delay": 1,
         "after": 1,
     }
+
+
+def test_the_second_campaign_shows_what_the_page_says():
+    """The page's prose and the claims whole-engine and whole-engine-async hold these numbers."""
+    found = {(each.right, each.measure.name): each for each in compare.comparisons(campaign("engine"))}
+    unlike, off = found["after", "unlike plain"], found["no-async", "unlike plain"]
+    assert [str(rate) for rate in unlike.rates] == ["6 / 24 (9.8% to 47%)", "1 / 24 (0.11% to 21%)"]
+    assert str(off.rates[1]) == "0 / 24 (below 12%)"
+    assert f"{unlike.adjusted:.2g}" == "0.097" and f"{off.p:.2g} {off.adjusted:.2g}" == "0.022 0.044"
+    assert f"{max(exact.holm([off.p, off.p, unlike.p])[:2]):.2g}" == "0.066", "were a third pair judged"
+    others = [each for (_, measure), each in found.items() if measure == "wrong"]
+    assert {(each.rates[0].events, each.rates[1].events, each.adjusted) for each in others} == {(10, 7, 1)}
+    assert len(others) == 4
+
+
+def test_the_second_campaign_has_the_models_errors_in_every_arm_and_others_in_one():
+    table = counts.wrong_answers_table(campaign("engine")).set_index("wrong in")
+    speculating = "before, after, no-async, no-added-delay"
+    everywhere = f"{speculating}, plain, plain-0.24.0, plain-no-async"
+    assert list(table.loc["before"]) == [6, 5, "2", "120 of 128", 4]
+    assert table["requests"].to_dict() == {
+        everywhere: 6,
+        "before": 6,
+        speculating: 1,
+        "plain, plain-0.24.0": 2,
+        "plain-no-async": 1,
+    }
+
+
+def test_the_one_answer_of_0_24_0_that_is_unlike_plain_is_right_and_the_plain_one_wrong():
+    found = campaign("engine")
+    kept = {(arm.name, run.run, each.id): each for arm in found.arms for run in arm.runs for each in run.kept}
+    unlike = [(key, each.wrong_at) for key, each in kept.items() if each.plain == "differs"]
+    (of_after,) = ((key, wrong_at) for key, wrong_at in unlike if key[0] == "after")
+    assert of_after == (("after", 7, "0-105"), None)
+    assert kept["plain-0.24.0", 7, "0-105"].wrong_at == 1
+    wrong = [key[1:] for key, wrong_at in unlike if key[0] == "before" and wrong_at is not None]
+    assert len(wrong) == 5 and (7, "0-105") not in wrong
