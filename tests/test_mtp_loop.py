@@ -130,6 +130,13 @@ def test_a_found_layout_has_what_was_asked_for(kind):
     assert (plans[2].page_counts == plans[5].page_counts) == (kind == "benign")
 
 
+def test_a_layout_is_found_for_lengths_that_grow_by_two():
+    lens = layouts.find_layout(layouts.H200, 4, 4000, 12_000, first=1, last=4, rows=33_621, step=2)
+    plans = [Planner(layouts.H200).plan([n + 2 * i for n in lens]) for i in range(5)]
+    told = {layouts.consequence(plans[1], layouts.overwritten(plans, 1, m), 33_621) for m in (2, 3, 4)}
+    assert told == {"read"}
+
+
 # The loop under schedules
 
 

@@ -58,16 +58,26 @@ def tables(**cues):
 
 
 def fake_gpu(folder, log):
-    """An environment with a torch whose idle work is a line of `log`: 2,000 cycles a microsecond."""
+    """An environment with a torch whose idle work is a line of `log`: 2,000 cycles a microsecond.
+
+    Events without timing are lines too, with the number of the event.
+    """
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text(
         "from types import SimpleNamespace as N\n"
+        "def line(*words):\n"
+        f"    with open({str(log)!r}, 'a') as file: print(*words, file=file)\n"
+        "made = []\n"
         "class Event:\n"
-        "    def __init__(self, enable_timing): pass\n"
-        "    def record(self): pass\n"
-        "    def synchronize(self): pass\n"
+        "    def __init__(self, enable_timing=False):\n"
+        "        self.number = None if enable_timing else len(made)\n"
+        "        made.extend([] if enable_timing else [self])\n"
+        "    def say(self, what):\n"
+        "        if self.number is not None: line(what, self.number)\n"
+        "    def record(self): self.say('record')\n"
+        "    def synchronize(self): self.say('wait')\n"
         "    def elapsed_time(self, other): return 10.0\n"
-        f"cuda = N(_sleep=lambda c: open({str(log)!r}, 'a').write(f'{{c}}\\n'), Event=Event,\n"
+        "cuda = N(_sleep=line, Event=Event,\n"
         "         is_available=lambda: True, synchronize=lambda: None, get_device_name=lambda i: 'Fake GPU')\n"
     )
     return Environment(path=(str(FAKE), str(folder)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 from engine_helpers import make, tables
@@ -11,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specmortem.errors import BadInputError, UnavailableError
-from specmortem.serving import arms
+from specmortem.experiments import mtp_layouts
+from specmortem.kernels.split_attention import Planner
+from specmortem.serving import arms, child
 from specmortem.serving.workload import SHAPES, Random, Recall, Workload, plan
 
 COMMITTED = arms.with_arms()
@@ -241,6 +244,49 @@ def test_arms_that_force_flashinfer_name_it_for_the_drafter_too():
     }
     assert backends.pop("draft-flash-attention") == ("FLASHINFER", "FLASH_ATTN")
     assert set(backends.values()) == {("FLASHINFER", "FLASHINFER")}
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "worst"),
+    [("layouts", 1, {"read"}), ("layouts", 2, {"clean", "wrong-plan"}), ("by-two", 2, {"read"})],
+)
+def test_layouts_of_mtp_draft_loop_read_outside_where_lengths_grow_as_they_were_searched_for(
+    name, step, worst
+):
+    """Whatever later plan the second draft pass meets; by two, those searched for one a pass stay inside memory."""
+    geometry = replace(mtp_layouts.H200, page_size=64)
+    planner, rows = Planner(geometry), mtp_layouts.first_row_outside(geometry)
+    found = {arm.workload.name: arm.workload for arm in arms.load("mtp-draft-loop").arms}[name]
+    seen = set()
+    for lens in found.prompt_lengths:
+        plans = [planner.plan([n + step * i for n in lens]) for i in range(5)]
+        pairs = [(r, w) for r in range(1, 5) for w in range(r + 1, 5)]
+        of = {
+            (r, w): mtp_layouts.consequence(plans[r], mtp_layouts.overwritten(plans, r, w), rows)
+            for r, w in pairs
+        }
+        seen |= {of[1, w] for w in (2, 3, 4)} if worst == {"read"} else set(of.values())
+    assert seen == worst
+
+
+def test_a_patch_is_one_variable_and_one_that_there_is():
+    data = tables(after={})
+    data["arms"][-1]["set"] = {"patch": "build-event"}
+    found = arms.parse(data)
+    assert [pair.variable for pair in found.pairs] == ["patch"]
+    assert (
+        found.arm("after").config()["patch"] == "build-event" and "patch" not in found.arm("sound").config()
+    )
+    data["arms"][-1]["set"] = {"patch": "build-events"}
+    with pytest.raises(BadInputError, match=r"arm after: no patch 'build-events'; known: build-event$"):
+        arms.parse(data)
+    data["arms"][-1]["set"] = {"patch": 1}
+    with pytest.raises(BadInputError, match="arm after: patch = 1; give text"):
+        arms.parse(data)
+
+
+def test_the_patches_of_arms_are_those_of_the_child():
+    assert tuple(child.PATCHES) == arms.PATCHES
 
 
 def test_only_one_arm_of_mtp_draft_loop_has_draft_passes_without_idle_work():

@@ -105,3 +105,19 @@ def test_the_drafters_attention_is_its_own_from_0_21_on(release):
     taken = [ast.unparse(node.value) for node in ast.walk(own) if isinstance(node, ast.keyword)]
     apart = release.version != "0.20.0"
     assert ("attention_backend" in fields) is ("spec_cfg.attention_backend" in taken) is apart
+
+
+def test_the_patch_wraps_the_builds_that_fill_page_locked_buffers(release):
+    """All of them go through `build` of one class: it alone calls what fills, and nothing else of it overrides."""
+    path = "vllm/v1/attention/backends/flashinfer.py"
+    builder = named(tree(release, path), ast.ClassDef, "FlashInferMetadataBuilder")
+    methods = {node.name: node for node in builder.body if isinstance(node, ast.FunctionDef)}
+    fills = {
+        name
+        for name, method in methods.items()
+        for call in ast.walk(method)
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func).endswith((".plan", "fast_plan_decode", "_compute_flashinfer_kv_metadata"))
+    }
+    assert fills == {"build"}
+    assert "build_for_drafting" not in methods

@@ -116,6 +116,8 @@ def test_what_is_sampled_is_neither_judged_nor_kept(tmp_path):
         ([1, 2, 3], [1, 2], "length", ("differs", 2)),
         ([1, 2], [1, 2, 3], "abort", ("same", None)),
         ([1, 7], [1, 2, 3], "abort", ("differs", 1)),
+        ([], [1, 2, 3], "abort", ("not-compared", None)),
+        ([], [1, 2, 3], "length", ("differs", 0)),
     ],
 )
 def test_a_request_is_like_the_plain_one_as_far_as_both_were_let_go(mine, other, finish, likeness):

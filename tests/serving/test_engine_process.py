@@ -477,6 +477,46 @@ def test_an_engine_whose_draft_passes_cannot_be_delayed_leaves_its_arm_unjudged(
     assert arm.runs == ()
 
 
+def patched(**cue):
+    """The tables of an experiment whose `after` arm has the patch of mtp-draft-loop."""
+    data = tables(after=cue)
+    data["arms"][-1]["set"]["patch"] = "build-event"
+    return data | {"pairs": []}
+
+
+def test_a_patched_builder_waits_for_the_copies_of_its_build_before(tmp_path):
+    log = tmp_path / "log"
+    environment = fake_gpu(tmp_path, log)
+    results = run(tmp_path / "out", patched(builders=2, log=str(log)), ["after"], {"0.23.0": environment})
+    arm = only_arm(results, "after")
+    assert arm.whole and arm.config["patch"] == "build-event"
+    lines = [line for line in log.read_text().splitlines() if line.split()[0] in ("wait", "build", "record")]
+    assert lines[:4] == ["build 0", "record 0", "build 1", "record 1"]
+    for at in range(4, len(lines), 3):
+        event = (at - 4) // 3
+        assert lines[at : at + 3] == [f"wait {event}", f"build {event % 2}", f"record {event + 2}"]
+    counted = [each.patched_calls for each in arm.runs]
+    assert all(calls == 2 * each.steps for calls, each in zip(counted, arm.runs, strict=True))
+    assert 0 < sum(counted) < lines.count("build 0") + lines.count("build 1"), "warm-up is not counted"
+
+
+def test_a_patch_that_nothing_comes_by_leaves_its_arm_unjudged(tmp_path):
+    environment = fake_gpu(tmp_path, tmp_path / "log")
+    results = run(tmp_path / "out", patched(), ["after"], {"0.23.0": environment})
+    arm = only_arm(results, "after")
+    assert "patch build-event: the engine never came by what it wraps" in arm.not_judged
+    assert arm.runs == ()
+
+
+def test_an_arm_without_a_patch_wraps_nothing(tmp_path):
+    log = tmp_path / "log"
+    environment = fake_gpu(tmp_path, log)
+    data = tables(before={"builders": 2, "log": str(log)}) | {"pairs": []}
+    arm = only_arm(run(tmp_path / "out", data, ["before"], {"0.23.0": environment}), "before")
+    assert arm.whole and "patch" not in arm.config and {each.patched_calls for each in arm.runs} == {0}
+    assert not [line for line in log.read_text().splitlines() if line.startswith(("wait", "record"))]
+
+
 def test_an_environment_is_an_interpreter_or_folders(tmp_path, monkeypatch):
     assert Environment.parse(sys.executable) == Environment(sys.executable)
     monkeypatch.chdir(Path(sys.executable).parent)

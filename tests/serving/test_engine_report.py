@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pandas as pd
 import pytest
@@ -17,7 +17,7 @@ from specmortem.serving import arms, compare, exact, report, result
 from specmortem.serving.compare import MEASURES, Rate
 from specmortem.serving.result import ArmResult, Counts, EngineResults, Run, Start
 
-YOUNGER = {"draft_delay_us", "draft_passes"}  # fields of a run that older results lack
+YOUNGER = {"draft_delay_us", "draft_passes", "patched_calls"}  # fields of a run that older results lack
 CUES = {
     "broken": {"fault": "raise", "at": 3},
     "wrong": {"fault": "wrong", "every": 5},
@@ -75,7 +75,7 @@ def test_a_file_holds_the_requests_alone_that_something_is_to_be_seen_of(path):
 def test_a_file_that_is_older_than_idle_work_of_drafts_is_read(path, results):
     data = json.loads(path.read_text())
     for each in (each for arm in data["arms"] for each in arm["runs"]):
-        assert [each.pop(name) for name in sorted(YOUNGER)] == [None, 0]
+        assert [each.pop(name) for name in sorted(YOUNGER)] == [None, 0, 0]
     assert EngineResults.from_dict(data) == results
     data["arms"][0]["runs"][0]["draft_passes"] = -1
     with pytest.raises(BadInputError, match="arms/0/runs/0/draft_passes"):
@@ -210,6 +210,15 @@ def test_acceptance_is_pooled_and_ranges_over_runs(results):
     assert compare.acceptance(results.arm("broken")) == "not counted"
 
 
+def test_what_an_exception_said_is_cut_for_a_table(results):
+    arm = results.arm("bug")
+    told = "words of an exception " * 20
+    starts = [replace(start, message=told) for start in arm.starts]
+    shown = compare.kinds(replace(arm, starts=tuple(starts)))
+    assert shown.startswith("not judged: python-error: words of an") and shown.endswith(" ...")
+    assert len(shown) <= len("not judged: ") + compare.ENDS_SHOWN
+
+
 def test_times_leave_the_first_run_of_a_start_out(results):
     arm = results.arm("sound")
     later = sorted(each.median_ms for each in arm.runs[1:])
@@ -221,10 +230,7 @@ def test_the_section_has_a_row_an_arm_and_says_what_stands_beside_it(path):
     table = report.engine_section(path)
     assert list(table["arm"]) == ["sound", "plain", "broken", "wrong", "other", "bug"]
     assert list(table["runs"]) == (
-        ["5 of 5 in 1 starts"] * 2
-        + ["5 of 5 in 5 starts"]
-        + ["5 of 5 in 1 starts"] * 2
-        + ["0 of 5 in 1 starts"]
+        ["5 of 5 in 1 start"] * 2 + ["5 of 5 in 5 starts"] + ["5 of 5 in 1 start"] * 2 + ["0 of 5 in 1 start"]
     )
     assert table.loc[3, "wrong"] == "5 / 5 (48% to 100%); 10 of 50 requests"
     assert table.loc[0, "faults"] == "0 / 5 (below 45%)"
@@ -314,7 +320,22 @@ def test_committed_results_are_of_the_committed_arms(slug):
     experiment = arms.load(slug)
     for arm in found.arms:
         assert dict(arm.config) == experiment.arm(arm.name).config()
-        assert len(arm.runs) >= 5
+        assert len(arm.runs) >= 5 or found.status == "interrupted"
+
+
+def test_the_committed_engines_of_mtp_draft_loop_are_what_the_notebook_says_of_them():
+    found = report.committed(incident.find_root() / "mtp-draft-loop")
+    ended = {arm.name: [run.kind for run in arm.runs] for arm in found.arms}
+    assert ended.pop("before") == ["illegal-address"] * 5
+    assert ended.pop("no-async-by-two") == ["illegal-address"] * 4
+    assert ended.pop("no-added-delay") == []
+    assert set(ended) == {"after", "two-drafts", "launch-blocking", "draft-flash-attention", "no-async"}
+    assert all(kinds == ["value"] * 5 for kinds in ended.values())
+    assert all(not run.counts.ended for run in found.arm("before").runs), "it dies in its first burst"
+    assert {run.patched_calls for run in found.arm("after").runs} == {576}
+    judged = [each for each in compare.comparisons(found) if each.p is not None]
+    assert {(round(each.p, 4), round(each.adjusted, 3)) for each in judged} == {(0.0079, 0.048)}
+    assert len(judged) == 6
 
 
 def test_the_pages_hold_tables_commands_and_notes(results):

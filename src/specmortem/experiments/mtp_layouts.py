@@ -173,8 +173,9 @@ def find_layout(
     rows: int,
     seed: int = 0,
     trials: int = 200_000,
+    step: int = 1,
 ) -> list[int]:
-    """Lengths of a batch with a wanted property in passes `first` to `last`.
+    """Lengths of a batch with a wanted property in passes `first` to `last`, if each pass adds `step` to all lengths.
 
     `read` or `write`: pass `first` has that consequence whichever later plan its copy meets. `benign`: the
     plans of all passes are equal. `page`: a page is added after pass `first`, and the plan stays as it is.
@@ -185,8 +186,8 @@ def find_layout(
         lens = [rng.randint(low, high) for _ in range(batch)]
         if kind != "benign":
             at = rng.randrange(batch)
-            lens[at] = max(page, lens[at] // page * page) - first
-        plans = [planner.plan([n + i for n in lens]) for i in range(last + 1)]
+            lens[at] = max(page, lens[at] // page * page) - step * first
+        plans = [planner.plan([n + step * i for n in lens]) for i in range(last + 1)]
         if _has(kind, plans, first, rows):
             return lens
     raise BadInputError(

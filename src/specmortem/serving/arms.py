@@ -1,8 +1,8 @@
 """The arms of an incident on whole engines, read from `investigations/<slug>/engine.toml` and checked.
 
-The file has a `base` (release, engine arguments, environment variables, workload) and arms that `set` dotted keys of
-it or go `without` some. Two arms that are compared must differ in exactly one of them; an arm's `reference`, the same
-engine without speculation, must differ in `engine.speculative_config` only.
+The file has a `base` (release, engine arguments, environment variables, workload, patch) and arms that `set` dotted
+keys of it or go `without` some. Two arms that are compared must differ in exactly one of them; an arm's `reference`,
+the same engine without speculation, must differ in `engine.speculative_config` only.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ SPECULATION = "engine.speculative_config"
 NO_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
 LEAST_RUNS = 5
 OLDEST, NEWEST = "0.20.0", "0.26.0"
+PATCHES = ("build-event",)  # of serving/child.py, which is run by path and cannot be asked
 # Run in this process and thread, from a directory alone, without kernels that would be compiled first, and with the
 # configurations that Triton's autotuner has timed once: it keeps them beside its kernels (Triton 3.6.0, knobs.py:375).
 ALWAYS_ENGINE: Mapping[str, Any] = {"skip_tokenizer_init": True, "seed": 0}
@@ -59,7 +60,7 @@ TOP_KINDS: Mapping[str, Kinds] = {
     "pairs": list,
 }
 MODEL_KINDS: Mapping[str, Kinds] = {"path": str, "config": dict, "tasks": str, "vocab": int}
-BASE_KINDS: Mapping[str, Kinds] = {"vllm": str, "engine": dict, "env": dict, "workload": str}
+BASE_KINDS: Mapping[str, Kinds] = {"vllm": str, "engine": dict, "env": dict, "workload": str, "patch": str}
 ARM_KINDS: Mapping[str, Kinds] = {"name": str, "set": dict, "without": list, "reference": str, "says": str}
 GIVEN = ("runs", "seed", "start_timeout_s", "run_timeout_s")
 PAIR_KINDS: Mapping[str, Kinds] = {"left": str, "right": str, "question": str}
@@ -112,7 +113,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Arm:
-    """One engine: a release, its arguments and environment, and what is sent to it."""
+    """One engine: a release, its arguments and environment, and what is sent to it.
+
+    `patch` names a change of the release that its process makes before the engine starts; empty for none.
+    """
 
     name: str
     vllm: str
@@ -121,14 +125,16 @@ class Arm:
     workload: Workload
     reference: str = ""
     says: str = ""
+    patch: str = ""
 
     def config(self) -> dict[str, Any]:
-        """All of it, in JSON form."""
+        """All of it, in JSON form; without `patch` where there is none, as in results that are older than it."""
         return {
             "vllm": self.vllm,
             "engine": dict(self.engine),
             "env": dict(self.env),
             "workload": self.workload.as_dict(),
+            **({"patch": self.patch} if self.patch else {}),
         }
 
 
@@ -323,8 +329,10 @@ def _built(name: str, made: Mapping[str, Any], table: Mapping[str, Any]) -> Arm:
         )
     if workload.draft_delay_us[1] and (why := _no_draft_pass(engine)):
         raise BadInputError(f"arm {name}: workload.draft_delay_us {why}, or give [0, 0]")
+    if (patch := made.get("patch", "")) not in ("", *PATCHES):
+        raise BadInputError(f"arm {name}: no patch {patch!r}; known: {', '.join(PATCHES)}")
     reference, says = table.get("reference", ""), table.get("says", "")
-    return Arm(name, made["vllm"], engine, {**ALWAYS_ENV, **env}, workload, reference, says)
+    return Arm(name, made["vllm"], engine, {**ALWAYS_ENV, **env}, workload, reference, says, patch)
 
 
 def _no_draft_pass(engine: Mapping[str, Any]) -> str:

@@ -207,6 +207,7 @@ class Campaign:
         runs = [self.plan(arm, number) for number in left]
         request = {
             "vllm": arm.vllm,
+            "patch": arm.patch,
             "engine": {**arm.engine, "model": str(self.folder)},
             "warm": warm_up(runs[0]),
             "runs": runs,
@@ -331,6 +332,7 @@ class _Follower:
             delay_us=event["delay_us"],
             draft_delay_us=event["draft_delay_us"],
             draft_passes=event["draft_passes"],
+            patched_calls=event["patched_calls"],
             seconds=round(event["seconds"], 3),
             emitted=event["emitted"],
         )
@@ -429,8 +431,11 @@ def tokens_of(request: Request, answer: Sequence[int] | None) -> tuple[int, ...]
 
 
 def _beside(request: Request, plain: Request | None, answer: Sequence[int] | None) -> Request:
-    """A request with what the same one got without speculation; as far as both go, and unless both ended early."""
-    if plain is None:
+    """A request with what the same one got without speculation, as far as both go.
+
+    Where one was aborted before its first token there is nothing to compare.
+    """
+    if plain is None or (ABORT in (request.finish, plain.finish) and not (request.tokens and plain.tokens)):
         return replace(request, plain="not-compared", plain_at=None)
     mine, other = tokens_of(request, answer), tokens_of(plain, answer)
     at = judge.first_difference(mine, other)

@@ -65,6 +65,7 @@ class Driver:
         self.engine: Any = None
         self.spin: Spin | None = None
         self.draft_delay: DraftDelay | None = None
+        self.patch: BuildEvent | None = None
 
     def main(self) -> None:
         """Start, run everything, and tell."""
@@ -85,6 +86,8 @@ class Driver:
         args = importlib.import_module("vllm.engine.arg_utils").EngineArgs(
             **{**self.request["engine"], "disable_log_stats": False}
         )
+        if name := self.request.get("patch", ""):
+            self.patch = PATCHES[name]()
         engine_class = importlib.import_module("vllm.v1.engine.llm_engine").LLMEngine
         self.engine = engine_class.from_engine_args(args)
         self.warm_up()
@@ -116,6 +119,7 @@ class Driver:
         self.place = {"phase": "run", "run": plan["run"], "step": 0}
         self.tell("begin", run=plan["run"])
         before, start = counters(self.engine), time.perf_counter()
+        patched = self.patched()
         run = Run(self.engine, plan, self.tell, self.place, self.spin)
         if self.draft_delay is not None:
             self.draft_delay.draw = run.draft_delay
@@ -126,6 +130,8 @@ class Driver:
             raise RuntimeError(
                 f"{DRAFT_DELAY}: no draft pass called the drafter's model, so none was delayed"
             )
+        if self.patch is not None and self.patched() == patched:
+            raise RuntimeError(f"patch {self.request['patch']}: the engine never came by what it wraps")
         self.tell(
             "run",
             run=plan["run"],
@@ -135,8 +141,13 @@ class Driver:
             delay_us=middle(run.delays),
             draft_delay_us=middle(run.draft_delays),
             draft_passes=len(run.draft_delays),
+            patched_calls=self.patched() - patched,
             emitted=run.emitted,
         )
+
+    def patched(self) -> int:
+        """Calls that went through the patch so far."""
+        return self.patch.calls if self.patch is not None else 0
 
     def settle(self) -> None:
         """Let a batch that is still queued end, and a fault on the GPU come out while this run is the one."""
@@ -261,6 +272,38 @@ class DraftDelay:
         if self.draw is not None:
             self.spin(self.draw())
         return self.forward(*args, **kwargs)
+
+
+class BuildEvent:
+    """Patch `build-event`: a build of FlashInfer metadata waits until the copies of the build before it have ended.
+
+    A build fills page-locked buffers of its builder, the row pointers of the pages and FlashInfer's plan, and queues
+    their copies (v1/attention/backends/flashinfer.py:875-940 and :1311 in vLLM 0.24.0). The next one fills the same
+    buffers. One event a builder, recorded behind its copies and waited for by the host, is what the fix of
+    incident mtp-draft-loop comes to.
+    """
+
+    def __init__(self) -> None:
+        """Wraps `FlashInferMetadataBuilder.build`, for good."""
+        module: Any = importlib.import_module("vllm.v1.attention.backends.flashinfer")
+        self.event: Any = importlib.import_module("torch").cuda.Event
+        self.calls = 0
+        self.copied: dict[int, Any] = {}
+        build = module.FlashInferMetadataBuilder.build
+
+        def waiting(builder: Any, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if (copied := self.copied.get(id(builder))) is not None:
+                copied.synchronize()
+            made = build(builder, *args, **kwargs)
+            self.copied[id(builder)] = self.event()
+            self.copied[id(builder)].record()
+            return made
+
+        module.FlashInferMetadataBuilder.build = waiting
+
+
+PATCHES = {"build-event": BuildEvent}
 
 
 def drafter_of(engine: Any) -> Any:

@@ -7,6 +7,7 @@ told, without a p. Runs of one engine start share their process; a page that sho
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -15,6 +16,7 @@ from specmortem.serving import exact
 from specmortem.serving.result import ArmResult, Counts, EngineResults
 
 SIGNIFICANT = 0.05
+ENDS_SHOWN = 120  # characters
 CAVEAT = (
     "The unit is the run, a repetition of the workload. Two-sided intervals are Clopper-Pearson, 95%; for a count of "
     "zero the bound is one-sided, 95%. p is of Fisher's exact test, two-sided, and adjusted over the pairs for each "
@@ -205,13 +207,20 @@ def draft_delays(arm: ArmResult) -> tuple[float, float, int, int] | None:
 
 
 def kinds(arm: ArmResult) -> str:
-    """The faults of an arm by kind, starts that never came to a run, and ends that are no faults."""
+    """The faults of an arm by kind, starts that never came to a run, and ends that are no faults.
+
+    What an exception said is cut to ENDS_SHOWN characters; `Start.message` has all of it.
+    """
     told = [run.kind for run in arm.runs if run.outcome != "whole"]
     counted = [f"{told.count(kind)} {kind}" for kind in dict.fromkeys(told)]
     bad = [start for start in arm.starts if start.kind not in ("value", "interrupted")]
-    failed = [f"did not start: {start.told}" for start in bad if start.phase in ("import", "start")]
-    ended = [f"not judged: {s.told}" for s in bad if s.phase in ("run", "done") and not s.judges]
+    failed = [f"did not start: {_short(start.told)}" for start in bad if start.phase in ("import", "start")]
+    ended = [f"not judged: {_short(s.told)}" for s in bad if s.phase in ("run", "done") and not s.judges]
     return ", ".join([*counted, *failed, *ended])
+
+
+def _short(told: str) -> str:
+    return textwrap.shorten(told, ENDS_SHOWN, placeholder=" ...")
 
 
 def _percent(share: float) -> str:

@@ -100,7 +100,7 @@ def _arm_row(arm: ArmResult) -> dict[str, object]:
         "arm": arm.name,
         "vllm": arm.config["vllm"],
         "what it is": arm.says,
-        "runs": f"{len(arm.runs)} of {arm.planned} in {len(arm.starts)} starts",
+        "runs": f"{len(arm.runs)} of {arm.planned} in {len(arm.starts)} start{'s' * (len(arm.starts) != 1)}",
         **{measure.name: _counted(arm, measure) for measure in MEASURES},
         "accepted drafts": compare.acceptance(arm),
         "step, median ms": f"{middle:.2f}" if middle is not None else "",

@@ -91,7 +91,8 @@ class Run:
     and ended before their `max_tokens`, as aborted ones do; the others have all of their answer. `lost` were sent or
     planned and never ended. Step times are of `LLMEngine.step`, in milliseconds; `delay_us` is the median of the idle
     GPU work that was put in front of a step, in microseconds, None for none, and `draft_delay_us` that in front of
-    each of `draft_passes` draft passes. Results that are older than these two lack them.
+    each of `draft_passes` draft passes; `patched_calls` went through the arm's patch. Results that are older than these
+    three lack them.
     """
 
     run: int
@@ -112,6 +113,7 @@ class Run:
     emitted: Mapping[str, int] = field(default_factory=dict)
     draft_delay_us: float | None = None
     draft_passes: int = 0
+    patched_calls: int = 0
 
 
 @dataclass(frozen=True)

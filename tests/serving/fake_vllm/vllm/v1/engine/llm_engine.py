@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 from vllm import CUE
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.attention.backends.flashinfer import FlashInferMetadataBuilder
 
 EOS = 2
 
@@ -55,6 +56,7 @@ class LLMEngine:
         worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
         core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
         self.engine_core, self.runner = SimpleNamespace(engine_core=core), runner
+        self.builders = [FlashInferMetadataBuilder(self.note) for _ in range(CUE.get("builders", 0))]
 
     @classmethod
     def from_engine_args(cls, args):
@@ -110,6 +112,8 @@ class LLMEngine:
         while self.waiting and len(self.running) < self.args.max_num_seqs:
             self.running.append(self.waiting.pop(0))
         outputs = [self.advance(r) for r in self.running]
+        for number, builder in enumerate(self.builders):
+            builder.build(0, number)
         if CUE.get("drafter") == "calls":
             for position in range(self.k):
                 self.runner.drafter.model(position=position)
