@@ -78,9 +78,7 @@ def test_the_committed_whole_engines_are_what_the_notebook_says_of_them():
     of = {arm.name: arm for arm in found.arms}
     assert list(of) == ["graphs", "eager", "launch-blocking", "plain"]
     assert all([run.outcome for run in arm.runs] == ["whole"] * 8 for arm in found.arms)
-    assert set(engines.engine_section(DATA.parent / "investigations/dflash-oob")["faults"]) == {
-        "0 / 8 (below 31%)"
-    }
+    assert set(engines.arms_table(found)["faults"]) == {"0 / 8 (below 31%)"}
     ends = {name: [start.kind for start in arm.starts] for name, arm in of.items() if len(arm.starts) > 1}
     assert ends == {"graphs": ["python-error", "value"], "plain": ["interrupted", "value"]}
     planned = engine_arms.load("dflash-oob")

@@ -95,7 +95,7 @@ def test_smoke_is_one_run_and_no_result_that_a_page_finds(call, file, tmp_path):
     results = EngineResults.load(tmp_path / "out" / "smoke.json")
     assert [len(arm.runs) for arm in results.arms] == [1]
     assert results.command.endswith("--arm sound --smoke")
-    assert report.engine_section(tmp_path / "out") is None
+    assert report.committed(tmp_path / "out") is None
 
 
 @pytest.mark.parametrize("more", [["--runs", "6"], ["--resume"]])

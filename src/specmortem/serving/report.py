@@ -11,7 +11,6 @@ from specmortem.serving import compare
 from specmortem.serving.compare import MEASURES, Measure
 from specmortem.serving.result import FILE_NAME, ArmResult, EngineResults
 
-NOT_RUN = "not yet run on a GPU"
 FOLDER = Path("runs") / "engine"
 CAMPAIGNS = f"{FOLDER}*/{FILE_NAME}"  # below an incident's folder; others than FOLDER are kept beside it
 
@@ -39,59 +38,15 @@ def campaigns(path: Path) -> dict[str, EngineResults]:
     return found
 
 
-def engine_section(path: Path | str) -> pd.DataFrame | None:
-    """One row an arm, or None when no result is there: the page then says `NOT_RUN`.
-
-    `path` is a result file, its folder, or the folder of an incident. The frame's `attrs` hold what the page has to
-    say beside it: `question`, `status`, `commands`, `device`, `notes`, `caveat`. Of several campaigns the first column
-    names the folder, and `attrs` are of the first but for `commands` and `device`, which are of all.
-    """
-    return _joined({name: arms_table(results) for name, results in campaigns(Path(path)).items()})
-
-
-def upright(section: pd.DataFrame) -> pd.DataFrame:
-    """`engine_section` with a column an arm, which fits a page, and without what no arm was judged by.
-
-    Campaigns are a row; an arm of two of them has two columns of one name.
-    """
-    told = section.loc[:, [set(section[name]) - {"", "not judged"} != set() for name in section]]
-    made = told.set_index("arm").T.rename_axis("arm").rename_axis(None, axis=1)
-    made.attrs = dict(section.attrs)
-    return made
-
-
-def comparison_section(path: Path | str) -> pd.DataFrame | None:
-    """One row a pair of arms and a measure, or None when no result is there; campaigns are tested each by itself."""
-    return _joined({name: comparisons_table(results) for name, results in campaigns(Path(path)).items()})
-
-
-def _joined(tables: dict[str, pd.DataFrame]) -> pd.DataFrame | None:
-    """Tables below each other, with a column of their names unless it is the one of `FOLDER` alone."""
-    if set(tables) <= {FOLDER.name}:
-        return next(iter(tables.values()), None)
-    for name, table in tables.items():
-        table.insert(0, "campaign", name)
-    joined = pd.concat(tables.values(), ignore_index=True)
-    first, *others = (table.attrs for table in tables.values())
-    joined.attrs = dict(first)
-    if first:
-        joined.attrs["commands"] = [line for attrs in (first, *others) for line in attrs["commands"]]
-        joined.attrs["device"] = ", ".join(sorted({a["device"] for a in (first, *others) if a["device"]}))
-    return joined
+def upright(table: pd.DataFrame) -> pd.DataFrame:
+    """`arms_table` with a column an arm, which fits a page, and without what no arm was judged by."""
+    told = table.loc[:, [set(table[name]) - {"", "not judged"} != set() for name in table]]
+    return told.set_index("arm").T.rename_axis("arm").rename_axis(None, axis=1)
 
 
 def arms_table(results: EngineResults) -> pd.DataFrame:
     """One row an arm: counts with exact intervals, acceptance, times, and how engines ended."""
-    table = pd.DataFrame([_arm_row(arm) for arm in results.arms])
-    table.attrs = {
-        "question": results.question,
-        "status": results.status,
-        "commands": results.command.split("\n"),
-        "device": ", ".join(sorted({s.device for arm in results.arms for s in arm.starts if s.device})),
-        "notes": list(results.notes),
-        "caveat": compare.CAVEAT,
-    }
-    return table
+    return pd.DataFrame([_arm_row(arm) for arm in results.arms])
 
 
 def _arm_row(arm: ArmResult) -> dict[str, object]:
@@ -149,11 +104,29 @@ def comparisons_table(results: EngineResults) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
+def pins(results: EngineResults) -> str:
+    """Versions of the packages that the engines ran with, as requirements."""
+    found = {
+        (name, version) for arm in results.arms for s in arm.starts for name, version in s.versions.items()
+    }
+    wanted = {("vllm", str(arm.config["vllm"])) for arm in results.arms if not arm.starts}
+    return ", ".join(f"{name}=={version}" for name, version in sorted(found | wanted))
+
+
+def how(results: EngineResults) -> str:
+    """How a campaign was run, in lines: device and driver, pins, seed, status, commands."""
+    starts = [start for arm in results.arms for start in arm.starts]
+    devices = sorted({start.device for start in starts if start.device})
+    drivers = sorted({start.host["driver"] for start in starts if start.host.get("driver")})
+    on = ", ".join([*devices, *(f"driver {driver}" for driver in drivers)])
+    head = f"{on}; {pins(results)}" if on else pins(results)
+    return f"{head}\nseed {results.seed}; status: {results.status}\n{results.command}"
+
+
 def markdown(results: EngineResults) -> str:
     """Both tables, the commands and the notes."""
-    pins = sorted({f"vllm=={arm.config['vllm']}" for arm in results.arms})
     lines = [f"## {results.incident}: on the whole engine", "", results.question, ""]
-    lines += [f"Status: {results.status}. Seed {results.seed}. Pins: {', '.join(pins)}.", ""]
+    lines += [f"Status: {results.status}. Seed {results.seed}. Pins: {pins(results)}.", ""]
     lines += [*_markdown_table(arms_table(results)), "", *_markdown_table(comparisons_table(results)), ""]
     lines += [compare.CAVEAT, "", *(f"- {note}" for note in results.notes), ""]
     lines += ["```", *results.command.split("\n"), "```", ""]
@@ -180,5 +153,5 @@ def html(results: EngineResults) -> str:
         ]
     notes = "".join(f"<li>{escape(note)}</li>" for note in results.notes)
     told = f"<p>{escape(results.question)} Status: {escape(results.status)}.</p>"
-    tail = f"<p>{escape(compare.CAVEAT)}</p><ul>{notes}</ul><pre>{escape(results.command)}</pre>"
+    tail = f"<p>{escape(compare.CAVEAT)}</p><ul>{notes}</ul><pre>{escape(how(results))}</pre>"
     return "\n".join([told, *tables, tail])
