@@ -190,6 +190,28 @@ def test_render_uses_the_results_beside_the_notebook(tmp_path):
     assert "4 of 4" in written.read_text()
 
 
+def test_a_page_says_that_its_notebook_is_newer(tmp_path):
+    root, (here,) = toy.repository(tmp_path), (tmp_path / "notebooks").glob("*toy.ipynb")
+    now = nbformat.read(here, 4)
+    path = executed(tmp_path, nbformat.from_dict(now))
+    assert "newer than this run" not in html.render(path, root=root).read_text()
+    now.cells.append(v4.new_markdown_cell("More."))
+    nbformat.write(now, here)
+    said = "The notebook is newer than this run of it: "
+    assert said + "1 cell added since." in html.render(path, root=root).read_text()
+    for cell in now.cells[:2]:
+        cell.source += "\n"
+    nbformat.write(now, here)
+    assert said + "1 cell added, 2 cells changed since." in html.render(path, root=root).read_text()
+
+
+def test_a_run_of_more_cells_than_the_notebook_has_is_no_older():
+    ran = toy.notebook()
+    now = nbformat.from_dict(ran)
+    ran.cells.insert(0, v4.new_code_cell("seed = 1", metadata={"tags": ["injected-parameters"]}))
+    assert html.changes(ran, now) == ""
+
+
 def test_render_writes_where_it_is_told(tmp_path):
     root = toy.repository(tmp_path)
     assert html.render(executed(tmp_path), tmp_path / "x.html", root).name == "x.html"

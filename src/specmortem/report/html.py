@@ -59,15 +59,32 @@ class Run:
 def render(executed: Path, out: Path | None = None, root: Path | None = None) -> Path:
     """Write the page of an executed notebook, by default beside it; returns where.
 
-    Raises BadInputError when the notebook or its results cannot be used, UnavailableError when they cannot be
-    read or the page cannot be written.
+    A page whose notebook in the checkout is another by now says so. Raises BadInputError when the notebook or its
+    results cannot be used, UnavailableError when they cannot be read or the page cannot be written.
     """
     notebook = read_notebook(executed)
     run = Run.of(notebook, executed)
     incident = None if run.slug == OVERVIEW else incidents.load(run.slug, root)
     results = executed.with_name(RESULTS)
     loaded = Results.load(results) if results.exists() else None
-    return write_atomically(out or executed.with_name(PAGE), page(notebook, incident, loaded, run))
+    older = ""
+    if incident:
+        source = (root or incidents.find_root()).parent / "notebooks" / incident.notebook
+        older = changes(notebook, read_notebook(source)) if source.exists() else ""
+    return write_atomically(out or executed.with_name(PAGE), page(notebook, incident, loaded, run, older))
+
+
+def changes(executed: Any, source: Any) -> str:
+    """In what a notebook is another than when it was run, in a sentence; empty where it is not."""
+    ran = {cell["id"]: cell.source for cell in executed.cells if "id" in cell}
+    new = sum(cell.get("id") not in ran for cell in source.cells)
+    other = sum(ran.get(cell.get("id"), cell.source) != cell.source for cell in source.cells)
+    told = [
+        f"{count} cell{'s' * (count != 1)} {what}"
+        for count, what in ((new, "added"), (other, "changed"))
+        if count
+    ]
+    return f"The notebook is newer than this run of it: {', '.join(told)} since." if told else ""
 
 
 def read_notebook(path: Path) -> Any:
@@ -82,14 +99,18 @@ def read_notebook(path: Path) -> Any:
         raise BadInputError(f"{path} is not a notebook: {error}") from error
 
 
-def page(notebook: Any, incident: Incident | None, results: Results | None, run: Run) -> str:
-    """The whole page. Raises BadInputError when an output of the notebook would fetch or run something."""
+def page(notebook: Any, incident: Incident | None, results: Results | None, run: Run, older: str = "") -> str:
+    """The whole page; `older` says what is newer than it.
+
+    Raises BadInputError when an output of the notebook would fetch or run something.
+    """
     notebook, heading = _without_title(notebook)
     body = _body(notebook)
     text: str = _template("page.html.j2").render(
         title=incident.title if incident else heading or run.slug,
         summary=summarize(incident, results, run.date) if incident else None,
         run=run,
+        older=older,
         contents=[(m["id"], Markup(m["text"]).striptags()) for m in HEADING.finditer(body)],
         body=Markup(body),
     )
