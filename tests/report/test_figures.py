@@ -2,6 +2,7 @@ from html import unescape
 
 import pytest
 
+from specmortem.errors import BadInputError
 from specmortem.report import figures, tables
 from specmortem.verdict import DeviceInfo, Evidence, Results, Row
 
@@ -64,6 +65,24 @@ def test_release_matrix_fills_what_was_not_run():
     matrix = tables.release_matrix([Results("x", DeviceInfo("sim", "s"), rows, {"python": "3"})])
     assert matrix.loc["a", "vllm==2.0"] == "not run" and matrix.loc["b", "vllm==2.0"] == "clean"
     assert len(tables.release_matrix([])) == 0
+
+
+def test_rows_of_a_committed_run_are_those_of_its_file(tmp_path):
+    rows = (Row("a", "released", "vllm==1.0", "fault", 1, 1, None, Evidence()),)
+    Results("x", DeviceInfo("cuda", "c"), rows).save(tmp_path / "x" / "runs" / "cuda" / "results.json")
+    assert tables.committed_rows("x", root=tmp_path) == rows
+    assert tables.committed_rows("x", "cuda-2", tmp_path) == tables.committed_rows("y", root=tmp_path) == ()
+
+
+def test_the_memory_checker_is_shown_where_it_was_run(tmp_path):
+    assert "not yet run on a GPU" in tables.memcheck_table("x", tmp_path).data
+    path = tmp_path / "x" / "runs" / "cuda" / "memcheck.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('[{"arm": "before", "errors": 7}]')
+    assert "<td>before</td>" in tables.memcheck_table("x", tmp_path).data
+    path.write_text("[")
+    with pytest.raises(BadInputError, match=r"memcheck\.json"):
+        tables.memcheck_table("x", tmp_path)
 
 
 def test_latest_results_prefer_this_run(tmp_path):

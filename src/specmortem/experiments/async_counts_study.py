@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -13,7 +12,7 @@ from specmortem.experiments import study
 from specmortem.isolation import Arm, Ended, run_arms
 from specmortem.serving import tasks, workload
 from specmortem.serving.result import ArmResult, EngineResults, Request
-from specmortem.verdict import DeviceKind, Evidence, Outcome, Results, Row
+from specmortem.verdict import DeviceKind, Evidence, Outcome, Row
 
 MODULE = "specmortem.experiments.async_counts"
 SLUG = "async-accepted-counts"
@@ -90,18 +89,13 @@ def _counted(
     return Row(cause, arm, subject, "fault" if wrong else "clean", found, wrong, seed, evidence)
 
 
-def earlier_rows(path: Path, kind: DeviceKind) -> tuple[Row, ...]:
-    """Rows of a committed GPU run, to be shown by a run on the simulated device; none where there is no such file."""
-    return Results.load(path).rows if kind == "sim" and path.exists() else ()
-
-
 def of_arms(rows: Iterable[Row], prefix: str) -> list[Row]:
     """Rows whose arm's name starts so."""
     return [row for row in rows if row.arm.startswith(prefix)]
 
 
 def from_where(rows: Sequence[Row], kind: DeviceKind) -> str:
-    """What a page says above rows of `earlier_rows`, or in place of them."""
+    """What a page says above rows of a committed GPU run, or in place of them."""
     if kind == "cuda":
         return "this run is a GPU's: its own rows are above"
     if not rows:
