@@ -259,6 +259,26 @@ def test_waits_are_told_once_for_releases_that_agree():
     assert table["releases"].tolist() == ["0.28.0 to 0.29.0 (2 releases)"]
 
 
+def test_growth_of_lengths_is_told_once_for_neighbours_that_agree():
+    def judged(version, planned):
+        detail = {"situations": {"first drafts": {"planned_grows": planned, "device_grows": [1, 1]}}}
+        return Row("lengths", "released", f"vllm=={version}", "clean", 1, 0, None, Evidence(detail=detail))
+
+    grown = {"0.19.1": [1, 1], "0.20.0": [2, 2], "0.21.0": [2, 2], "0.22.0": [1, 2], "0.30.0": [1, 1]}
+    rows = [judged(version, planned) for version, planned in grown.items()]
+    table = mtp.lengths_table([*rows, row("released", "clean")])
+    assert table.to_dict("records") == [
+        {
+            "step": "first drafts",
+            "0.19.1": "1 / 1",
+            "0.20.0 to 0.21.0": "2 / 1",
+            "0.22.0": "1, 2 / 1",
+            "0.30.0": "1 / 1",
+        }
+    ]
+    assert mtp.lengths_table([row("released", "clean")]).empty
+
+
 def test_the_timeline_marks_the_copies_that_carry_a_later_plan():
     drawn = mtp_figures.timeline({arm: mtp_loop.timeline(arm) for arm in ("before", "event")}, "told")
     texts = [[text.get_text() for text in ax.texts] for ax in drawn.axes]

@@ -16,6 +16,7 @@ V1_HYBRID = {"gdn-unbounded-accepted", "recovered-token-out-of-vocab"}
 ALIGN_V2 = {"batch-row-index", "accepted-written-in-place", "seed-column-divisor"}
 STALE = {"stale-count-none", "stale-count-align"}
 PLANS = {"plan-staging-reuse", "builder-staging-reuse"}
+LENGTHS = "host-lengths-counted-twice"
 
 # (source, text, reached, ruled out)
 SEEDS = {
@@ -271,6 +272,33 @@ def test_the_drafters_back_end_decides_from_0_21_0_on_and_the_targets_before(
     cause, release, target, draft, more, plans
 ):
     assert reaches(cause, launch.parse(launched(release, target, draft, more))).reachable == plans
+
+
+@pytest.mark.parametrize(("release", "target", "draft", "more", "plans"), DRAFTERS)
+def test_lengths_are_counted_twice_where_the_draft_loop_plans_without_asynchronous_scheduling(
+    release, target, draft, more, plans
+):
+    for flag, reachable in (("--no-async-scheduling", plans), ("--async-scheduling", "no"), ("", "no")):
+        text = launched(release, target, draft, f"{more} {flag}")
+        assert reaches(LENGTHS, launch.parse(text)).reachable == reachable, flag
+
+
+@pytest.mark.parametrize(
+    ("words", "reachable"),
+    [
+        ("runner=v1 k=2 async=off gpu=sm_86", "yes"),
+        ("runner=v1 k=1 async=off gpu=sm_86", "no"),
+        ("runner=v2 k=2 async=off gpu=sm_86", "no"),
+        ("runner=v1 k=2 async=off gpu=sm_100", "no"),
+        ("runner=v1 k=2 gpu=sm_86", "unknown"),
+    ],
+)
+def test_lengths_counted_twice_need_the_v1_runner_two_drafts_and_a_plan(words, reachable):
+    text = f"version=0.24.0 method=mtp draft-attention-backend=FLASHINFER {words}"
+    told = reaches(LENGTHS, launch.parse(text))
+    assert told.reachable == reachable
+    if reachable == "yes":
+        assert told.reason.endswith("and a batch that is not padded for a CUDA graph")
 
 
 def test_rules_that_ignore_the_drafters_key_are_found_out(monkeypatch):

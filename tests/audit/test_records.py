@@ -131,7 +131,7 @@ def test_the_version_of_a_judgement_follows_the_code_it_is_made_of(monkeypatch):
     assert {"dflash_oob.py", "bounds.py", "cell.py", "box.py", "closure.py"} <= names
     assert not names & {"pp_align_copy.py", "interface.py"}
     staged = {path.name for path in records._imported_by("specmortem.probes.mtp_draft_loop")}
-    assert {"mtp_draft_loop.py", "interface.py", "sim.py"} <= staged
+    assert {"mtp_draft_loop.py", "host_lengths.py", "released_drafter.py", "interface.py", "sim.py"} <= staged
     first = judge_version("dflash-oob", "sim")
     assert first != judge_version("pp-align-copy", "sim") and first != judge_version("dflash-oob", "cuda")
     judge_version.cache_clear()

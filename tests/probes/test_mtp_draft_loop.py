@@ -1,18 +1,25 @@
-"""The staging probes on this package's arms, on releases, and on releases with one line changed."""
+"""The probes of mtp-draft-loop on this package's arms, on releases, and on releases with one line changed."""
 
 import shutil
 
 import pytest
 import torch
+from packaging.version import Version
 
-from specmortem import probes, upstream
+from specmortem import incident, probes, upstream
 from specmortem.errors import UnavailableError
 from specmortem.probes import FLASHINFER, WORKER_UTILS, mtp_draft_loop
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 CAUSES = [cause for cause, probe in probes.CAUSES.items() if probe.incident == "mtp-draft-loop"]
 VERSIONS = ["0.19.1", "0.24.0", "0.25.1", "0.26.0", "0.28.0", "0.29.0", "0.30.0", "0.33.0"]
-FIXED = {"plan-staging-reuse": "0.30.0", "builder-staging-reuse": "0.29.0", "zeroer-staging-reuse": "0.26.0"}
+SINCE = {"host-lengths-counted-twice": "0.20.0"}  # the others: since 0.19.0 or earlier
+FIXED = {
+    "plan-staging-reuse": "0.30.0",
+    "builder-staging-reuse": "0.29.0",
+    "zeroer-staging-reuse": "0.26.0",
+    "host-lengths-counted-twice": "0.30.0",
+}
 
 
 def judged(cause, subject):
@@ -21,6 +28,13 @@ def judged(cause, subject):
 
 def outcome(cause, subject):
     return judged(cause, subject)["outcome"]
+
+
+def test_causes_and_their_bounds_are_those_of_the_incident():
+    causes = {cause.id: cause for cause in incident.load("mtp-draft-loop").causes}
+    assert set(causes) == set(CAUSES) == set(FIXED)
+    for cause, fixed in FIXED.items():
+        assert causes[cause].affected == f">={SINCE.get(cause, '0.19.0')},<{fixed}"
 
 
 @pytest.mark.parametrize("cause", CAUSES)
@@ -92,9 +106,9 @@ def test_verdicts_on_releases(cause):
     for version in VERSIONS:
         tree(version)
     verdicts = probes.judge_many([(cause, f"vllm=={version}") for version in VERSIONS])
-    fixed = VERSIONS.index(FIXED[cause])
-    found = [verdict.outcome for verdict in verdicts]
-    assert found == ["fault"] * fixed + ["clean"] * (len(VERSIONS) - fixed), [v.evidence for v in verdicts]
+    first, fixed = Version(SINCE.get(cause, "0.19.0")), Version(FIXED[cause])
+    expected = ["fault" if first <= Version(version) < fixed else "clean" for version in VERSIONS]
+    assert [verdict.outcome for verdict in verdicts] == expected, [v.evidence for v in verdicts]
     assert all(verdict.evidence.detail["hashes"] for verdict in verdicts)
 
 

@@ -91,6 +91,13 @@ def test_a_changed_dependency_changes_the_closure_hash_only(make_tree, changed):
     assert upstream.closure_hash(tree, "vllm/a.py", "f") != upstream.closure_hash(tree, "vllm/b.py", "f")
 
 
+def test_a_definition_is_read_and_nothing_runs(make_tree):
+    tree = make_tree({"vllm/a.py": "raise SystemExit\n\nclass C:\n    def f(self):\n        return 1\n"})
+    assert ast.unparse(upstream.definition(tree, "vllm/a.py", "C.f")) == "def f(self):\n    return 1"
+    with pytest.raises(upstream.NotPresentError, match="does not define C.g"):
+        upstream.definition(tree, "vllm/a.py", "C.g")
+
+
 def test_a_method_has_a_hash_of_its_own(make_tree):
     tree = make_tree(
         {"vllm/a.py": "class C:\n    def f(self):\n        return 1\n\ndef f(self):\n    return 1\n"}

@@ -390,6 +390,7 @@ NOT_ALIGN = Condition(
     "a mamba_cache_mode other than align", _not_align, lambda c: f"{c.cache_mode}{c.told('cache_mode')}"
 )
 ASYNC = _equal("async_scheduling", True, "asynchronous scheduling")
+NOT_ASYNC = _equal("async_scheduling", False, "asynchronous scheduling turned off")
 PIPELINE = _at_least("pipeline", 2, "a pipeline of two or more ranks")
 CONCURRENT = _at_least("max_num_seqs", 2, "two or more requests at a time")
 CACHING = _equal("prefix_caching", True, "prefix caching")
@@ -463,6 +464,11 @@ RULES: Mapping[str, Rule] = {
     "null-block-copied": Rule((V2, ALIGN, NEVER_SEEN)),
     "plan-staging-reuse": Rule((V1, DRAFT_LOOP, _drafts(3), FLASHINFER, PLANS), "with 3 drafts rarely"),
     "builder-staging-reuse": Rule((V1, DRAFT_LOOP, _drafts(2), FLASHINFER, PLANS)),
+    "host-lengths-counted-twice": Rule(
+        (V1, DRAFT_LOOP, _drafts(2), NOT_ASYNC, FLASHINFER, PLANS),
+        "a step that scheduled no drafts for any request, or disable_padded_drafter_batch; and a batch that is not "
+        "padded for a CUDA graph",
+    ),
     "zeroer-staging-reuse": Rule((V2, HYBRID, ASYNC), "blocks handed out in two steps in a row"),
     "stale-count-none": Rule(
         (V1, HYBRID, SPECULATION, ASYNC, NOT_ALIGN, CONCURRENT),

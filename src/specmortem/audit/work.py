@@ -124,8 +124,9 @@ def bring(tree: Tree, probe: Probe) -> None:
     ]
     sure = [*groups, *((path, name) for path, name in probe.also if tree.has(path))]
     with suppress(SpecmortemError):
+        tree.fetch([path for path, name in sure if path and not name])
         Recorded(tree).ask(
-            Record(answers={Question("closure", path, name): "" for path, name in sure if path})
+            Record(answers={Question("closure", path, name): "" for path, name in sure if path and name})
         )
 
 

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -552,6 +554,27 @@ def waits_table(rows: Sequence[Row]) -> pd.DataFrame:
             found.setdefault(key, []).append(row.subject.removeprefix("vllm=="))
     lines = [(key, f"{names[0]} to {names[-1]} ({len(names)} releases)") for key, names in found.items()]
     return pd.DataFrame({"releases": names, "waits in builds 1 to 5": "; ".join(key)} for key, names in lines)
+
+
+def lengths_table(rows: Sequence[Row]) -> pd.DataFrame:
+    """By how much the lengths of a plan and those on the GPU grow in a draft pass, neighbouring releases together."""
+    told = []
+    for row in rows:
+        situations = row.evidence.detail.get("situations", {})
+        if situations and "==" in row.subject:
+            grows = {name: _grows(found) for name, found in situations.items()}
+            told.append((row.subject.removeprefix("vllm=="), grows))
+    columns: dict[str, dict[str, str]] = {}
+    for grows, group in groupby(told, key=itemgetter(1)):
+        names = [name for name, _ in group]
+        columns[f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]] = grows
+    return pd.DataFrame(columns).rename_axis("step").reset_index()
+
+
+def _grows(found: Mapping[str, Sequence[int]]) -> str:
+    """Growth a pass, of the plan's lengths and of the GPU's; all passes where they differ."""
+    pair = (sorted(set(found[name])) for name in ("planned_grows", "device_grows"))
+    return " / ".join(", ".join(map(str, growth)) for growth in pair)
 
 
 def split_table(found: Mapping[str, Any]) -> pd.DataFrame:

@@ -51,8 +51,9 @@ class Probe:
     """What a probe needs.
 
     `files` are groups of candidate paths, of which the first that exists in a tree is used; `functions` stand in them,
-    one a group. `also` is judged beside them where a tree has it: (path, function). `needs` says what runs the
-    kernels: any device, the interpreter with its bounds, or a GPU.
+    one a group, empty where a file is read and nothing of it is lifted. `also` is judged beside them where a tree has
+    it: (path, function). `needs` says what runs the kernels: any device, the interpreter, for its bounds or because
+    the defect is the host's alone, or a GPU.
     """
 
     cause: str
@@ -169,6 +170,31 @@ _ALL = (
         ((WORKER_UTILS,),),
         ("KVBlockZeroer.zero_block_ids",),
         also=((TORCH_UTILS, "async_tensor_h2d"),),
+    ),
+    Probe(
+        "host-lengths-counted-twice",
+        "mtp-draft-loop",
+        "lengths on the host grow by two in a draft pass, those on the device by one",
+        (
+            (RUNNER,),
+            DRAFTER,
+            (UTILS,),
+            (FLASHINFER,),
+            (ATTENTION_BACKEND,),
+            (ATTENTION_UTILS,),
+            (HOST_BUFFERS,),
+        ),
+        (
+            "",  # statements of the runner's methods are run, without what these lift
+            "SpecDecodeBaseProposer._get_positions",
+            "eagle_step_update_slot_mapping_and_metadata",
+            "FlashInferMetadataBuilder._compute_flashinfer_kv_metadata",
+            "CommonAttentionMetadata",
+            "split_decodes_and_prefills",
+            "CpuGpuBuffer",
+        ),
+        also=((TORCH_UTILS, "async_tensor_h2d"),),
+        needs="interpreter",
     ),
     _counts(
         "stale-count-none",
@@ -300,7 +326,7 @@ def _fetch(subject: str, causes: Iterable[str]) -> dict[str, Verdict]:
 def _functions(probe: Probe, paths: Sequence[str]) -> list[tuple[str, str]]:
     """Files and names of what a probe judges, where the tree has these files."""
     names = [*probe.functions, *(name for path, name in probe.also if path in paths)]
-    return list(zip(paths, names, strict=True))
+    return [(path, name) for path, name in zip(paths, names, strict=True) if name]
 
 
 def _prefetch_closure(tree: Any, path: str, name: str) -> None:

@@ -7,7 +7,7 @@ whether two trees hold the same code.
 
 from specmortem.upstream.cache import default_cache
 from specmortem.upstream.errors import LiftError, MissingFileError, NotPresentError
-from specmortem.upstream.lift import Lifted, body_hash, closure_hash, lift, lift_method
+from specmortem.upstream.lift import Lifted, body_hash, closure_hash, definition, lift, lift_method
 from specmortem.upstream.tree import Tree, give, is_stored, resolve
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "body_hash",
     "closure_hash",
     "default_cache",
+    "definition",
     "give",
     "is_stored",
     "lift",

@@ -6,6 +6,7 @@ before `triton` is imported; nothing in here does). The tree's code is executed:
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -76,15 +77,23 @@ def lift_method(tree: Tree, path: str, name: str, provide: Mapping[str, Any] | N
     return lift(tree, path, name, provide)
 
 
-def body_hash(tree: Tree, path: str, name: str) -> str:
-    """12 hex digits of what the body of a function, class or `Class.method` does; nothing is executed.
+def definition(tree: Tree, path: str, name: str) -> ast.AST:
+    """The syntax tree of a function, class or `Class.method`; nothing is executed. It is shared: do not change it.
 
     Raises NotPresentError when the tree does not define the name.
     """
     with tree.asked("body", path, name) as report:
         node = closure.find(tree, path, name)[1].node
         report(node)
-    return bodies.hash_node(node)
+    return node
+
+
+def body_hash(tree: Tree, path: str, name: str) -> str:
+    """12 hex digits of what the body of a function, class or `Class.method` does; nothing is executed.
+
+    Raises NotPresentError when the tree does not define the name.
+    """
+    return bodies.hash_node(definition(tree, path, name))
 
 
 def closure_hash(tree: Tree, path: str, name: str) -> str:
