@@ -242,7 +242,7 @@ def launched(release, target="", draft="", more="", gpu="RTX 3090", cache=""):
 
 
 FP8 = "--kv-cache-dtype fp8"
-# (release, back end of the target, of the drafter, further flags, whether the draft loop plans)
+# (release, backend of the target, of the drafter, further flags, whether the draft loop plans)
 DRAFTERS = [
     ("0.20.2", "FLASHINFER", "", "", "yes"),
     ("0.20.2", "TRITON_ATTN", "", "", "no"),

@@ -122,7 +122,7 @@ def test_settings_that_do_not_reach_a_cause_speak_against_it():
 
 
 def loop(release, target="", draft="", more=""):
-    """A crash with MTP drafts, with the back ends that are named."""
+    """A crash with MTP drafts, with the backends that are named."""
     named = f" --attention-backend {target}" * bool(target)
     own = f', "attention_backend": "{draft}"' * bool(draft)
     return (

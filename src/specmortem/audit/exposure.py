@@ -62,7 +62,7 @@ class Config:
     """What is known of a running engine; None (or an empty text) is "not known".
 
     `speculation` is the method, or `none`; `cudagraphs` the graph mode (`NONE`, `PIECEWISE`, `FULL`,
-    `FULL_DECODE_ONLY`, `FULL_AND_PIECEWISE`). `attention` is the target's back end, `draft_attention` the drafter's.
+    `FULL_DECODE_ONLY`, `FULL_AND_PIECEWISE`). `attention` is the target's backend, `draft_attention` the drafter's.
     `gpu` is the compute capability times ten: 90 is sm_90. `complete` says that the whole launch command is known, so
     that what it leaves out has vLLM's default. `sources` tells where a field comes from, `unknown` lists flags that
     were given and are not read.
@@ -227,14 +227,14 @@ def _async(c: Config) -> Config:
 
 
 def _attention(c: Config) -> Config:
-    """The back end of the target: as named, or as vLLM chooses it."""
+    """The backend of the target: as named, or as vLLM chooses it."""
     if not c.complete:
         return c
     return c.with_default("attention", *_chosen(c, c.kv_cache_dtype))
 
 
 def follows_target(c: Config) -> bool | None:
-    """Whether an MTP or EAGLE drafter has the target's attention back end; None where that cannot be told.
+    """Whether an MTP or EAGLE drafter has the target's attention backend; None where that cannot be told.
 
     On the V1 runner to 0.20.2 (vllm/v1/spec_decode, _create_draft_vllm_config: 0.19.1 eagle.py:1215-1228, then
     llm_base_proposer.py: 0.20.2:1274-1287). From 0.21.0 on it has what `attention_backend` of speculative_config
@@ -246,7 +246,7 @@ def follows_target(c: Config) -> bool | None:
 
 
 def _draft_attention(c: Config) -> Config:
-    """The back end of the drafter.
+    """The backend of the drafter.
 
     Where the whole command is not known, the key may have been left out of it: then what would be chosen counts only
     if the target has the same.
@@ -266,7 +266,7 @@ def _draft_attention(c: Config) -> Config:
 
 
 def _chosen(c: Config, kv_cache_dtype: str) -> tuple[str, str]:
-    """What is chosen where no back end is named, and why; two empty texts where that cannot be told.
+    """What is chosen where no backend is named, and why; two empty texts where that cannot be told.
 
     The first of vllm/platforms/cuda.py that supports the configuration (0.19.1:100-113, 0.24.0:144-159,
     0.29.0:148-164): FlashInfer on sm_100; elsewhere FlashAttention, then FlashInfer. Of fp8 caches FlashAttention has
@@ -404,7 +404,7 @@ DRAFT_LOOP = _drafted_by("mtp", "eagle")
 FLASHINFER = _equal(
     "draft_attention",
     "FLASHINFER",
-    "FlashInfer in the drafter (to 0.20 the target's back end, from 0.21.0 attention_backend of speculative_config, "
+    "FlashInfer in the drafter (to 0.20 the target's backend, from 0.21.0 attention_backend of speculative_config, "
     "else chosen by GPU and cache type)",
 )
 PLANS = Condition(

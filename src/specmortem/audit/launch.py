@@ -141,7 +141,7 @@ SPECULATION = ("speculative-config", "sc")
 SHARED = frozenset(
     {"method", "spec", "model", "num-speculative-tokens", "num-spec-tokens", "draft-tokens", "k"}
 )
-# What vLLM prints where no back end is named; its last such line is the drafter's, which is loaded after the target.
+# What vLLM prints where no backend is named; its last such line is the drafter's, which is loaded after the target.
 CHOSEN = r"Using (\w+) attention backend out of"
 # Lines of a log: (pattern, field, value), or the field that the first group gives.
 LOG_LINES: tuple[tuple[str, str, Any], ...] = (
@@ -346,7 +346,7 @@ def _word(name: str, value: str) -> Any:
 
 
 def _backend(text: str) -> str | None:
-    """A back end's name; `auto`, and a JSON null, name none."""
+    """A backend's name; `auto`, and a JSON null, name none."""
     name = text.upper().rpartition(".")[2]
     return None if name in ("AUTO", "NONE", "NULL", "") else name
 

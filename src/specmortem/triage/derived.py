@@ -144,7 +144,7 @@ def _chosen_backend(book: FactBook) -> list[Fact]:
 
 
 def _drafter_follows(book: FactBook) -> list[Fact]:
-    """`drafter_follows`: whether the drafter has the target's attention back end in this release."""
+    """`drafter_follows`: whether the drafter has the target's attention backend in this release."""
     follows = exposure.follows_target(reach.config(book))
     return (
         []
@@ -154,7 +154,7 @@ def _drafter_follows(book: FactBook) -> list[Fact]:
 
 
 def _loop_backend(book: FactBook) -> list[Fact]:
-    """`loop_backend`: the drafter's attention back end; `depends` where the one named need not be its own."""
+    """`loop_backend`: the drafter's attention backend; `depends` where the one named need not be its own."""
     named = book.named("draft_backend") or book.named("backend")
     methods = book.values("method")
     if not named or (methods and not LOOP_DRAFTERS & set(methods)):

@@ -114,7 +114,7 @@ ATTENTION = {"flashinfer": "FLASHINFER", "flash-attn": "FLASH_ATTN", "triton": "
 
 
 def attention(value: str) -> str:
-    """An attention back end by vLLM's name."""
+    """An attention backend by vLLM's name."""
     return ATTENTION.get(value, value.upper())
 
 
