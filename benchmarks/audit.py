@@ -12,6 +12,8 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import click
+
 from specmortem.verdict import versions, write_atomically
 
 RELEASES = (
@@ -48,9 +50,10 @@ def measured(subjects: list[str], cache: Path) -> dict[str, float]:
     }
 
 
-def main() -> int:
+@click.command(help=__doc__)
+@click.argument("out", default="data/audit-speed.json", type=click.Path(dir_okay=False, path_type=Path))
+def main(out: Path) -> None:
     """Measure and write; exit code 1 when a limit is passed."""
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("data/audit-speed.json")
     subjects = [f"vllm=={version}" for version in RELEASES]
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder) / "cache"
@@ -80,8 +83,8 @@ def main() -> int:
     }
     write_atomically(out, json.dumps(data, indent=1) + "\n")
     print(json.dumps(data["runs"], indent=1), within)
-    return int(not all(within.values()))
+    sys.exit(int(not all(within.values())))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

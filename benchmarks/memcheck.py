@@ -60,7 +60,7 @@ def as_stated(row: dict[str, Any]) -> bool:
 
 def main(arms: Sequence[Checked], parallel: int | None = None) -> int:
     """Write the table to the file that the command line names; the exit code of the script."""
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print(f"usage: python {sys.argv[0]} OUT.json", file=sys.stderr)
         return 2
     if shutil.which("compute-sanitizer") is None:
