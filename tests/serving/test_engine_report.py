@@ -246,14 +246,14 @@ def test_an_upright_table_has_a_column_an_arm_and_only_what_was_judged(results):
     assert set(whole.index) - set(bare.index) <= {"wrong", "ends"} and "wrong" not in bare.index
 
 
-def test_how_it_was_run_names_device_driver_pins_seed_and_commands(results):
+def test_how_it_was_run_names_device_driver_python_pins_seed_and_commands(results):
     first = results.arms[0]
     host = {"driver": "580.1", "system": "Linux"}
-    versions = {"vllm": "0.23.0", "torch": "2.11.0", "flashinfer-python": "0.6.12"}
+    versions = {"python": "3.12.3", "vllm": "0.23.0", "torch": "2.11.0", "flashinfer-python": "0.6.12"}
     start = replace(first.starts[0], device="NVIDIA H200", host=host, versions=versions)
     some = replace(results, arms=(replace(first, starts=(start,)), replace(results.arms[1], starts=())))
     assert report.how(some).split("\n") == [
-        "NVIDIA H200, driver 580.1; flashinfer-python==0.6.12, torch==2.11.0, vllm==0.23.0",
+        "NVIDIA H200, driver 580.1, Python 3.12.3; flashinfer-python==0.6.12, torch==2.11.0, vllm==0.23.0",
         "seed 0; status: partial",
         "specmortem engine toy",
     ]

@@ -105,20 +105,25 @@ def comparisons_table(results: EngineResults) -> pd.DataFrame:
 
 
 def pins(results: EngineResults) -> str:
-    """Versions of the packages that the engines ran with, as requirements."""
+    """Versions of the packages that the engines ran with, as requirements that pip takes."""
     found = {
-        (name, version) for arm in results.arms for s in arm.starts for name, version in s.versions.items()
+        (name, version)
+        for arm in results.arms
+        for start in arm.starts
+        for name, version in start.versions.items()
+        if name != "python"
     }
     wanted = {("vllm", str(arm.config["vllm"])) for arm in results.arms if not arm.starts}
     return ", ".join(f"{name}=={version}" for name, version in sorted(found | wanted))
 
 
 def how(results: EngineResults) -> str:
-    """How a campaign was run, in lines: device and driver, pins, seed, status, commands."""
+    """How a campaign was run, in lines: device, driver and Python, pins, seed, status, commands."""
     starts = [start for arm in results.arms for start in arm.starts]
-    devices = sorted({start.device for start in starts if start.device})
-    drivers = sorted({start.host["driver"] for start in starts if start.host.get("driver")})
-    on = ", ".join([*devices, *(f"driver {driver}" for driver in drivers)])
+    told = {start.device for start in starts}
+    drivers = {f"driver {start.host['driver']}" for start in starts if start.host.get("driver")}
+    pythons = {f"Python {start.versions['python']}" for start in starts if "python" in start.versions}
+    on = ", ".join([*sorted(told - {""}), *sorted(drivers), *sorted(pythons)])
     head = f"{on}; {pins(results)}" if on else pins(results)
     return f"{head}\nseed {results.seed}; status: {results.status}\n{results.command}"
 
