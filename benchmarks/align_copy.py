@@ -22,10 +22,10 @@ from specmortem import device as devices
 from specmortem import upstream
 from specmortem.device.cuda import missing
 from specmortem.errors import SpecmortemError
-from specmortem.experiments.align_shift import ReleasedCopies
-from specmortem.kernels import align_copy
-from specmortem.kernels.align_copy import AFTER, AlignStates, Counters, State, Tuning
-from specmortem.probes import MAMBA
+from specmortem.incidents.pp_align_copy import kernels as align_copy
+from specmortem.incidents.pp_align_copy.kernels import AFTER, AlignStates, Counters, State, Tuning
+from specmortem.incidents.pp_align_copy.shift import ReleasedCopies
+from specmortem.upstream.vllm_files import MAMBA
 from specmortem.verdict import versions, write_atomically
 
 SIZES_KIB = (64, 256, 1024, 2048, 4096, 8192)

@@ -31,11 +31,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from specmortem import probes, upstream
+from specmortem import upstream
 from specmortem.detect import bounds
 from specmortem.errors import SpecmortemError
-from specmortem.isolation import Arm, Ended, run_arms
-from specmortem.probes import dflash_oob
+from specmortem.incidents.dflash_oob import probe as dflash_oob
+from specmortem.isolation import Arm, ArmResult, run_arms
+from specmortem.upstream import vllm_files
 from specmortem.verdict import versions, write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,16 +131,16 @@ def _dflash(*positions: list[int], rejected: list[int] | None = None, clamped: b
         tree = upstream.resolve(RELEASE)
         if not clamped:
             tree = _without_clamp(tree, Path(folder))
-        kernel = upstream.lift(tree, probes.UTILS, probes.V1).function
+        kernel = upstream.lift(tree, vllm_files.UTILS, vllm_files.V1).function
         return dflash_oob._v1(kernel)(dflash_oob.batch(list(positions), rejected=rejected), 8).reports
 
 
 def _without_clamp(tree: upstream.Tree, folder: Path) -> upstream.Tree:
     """The released file with the upper clamp of the block column taken out."""
-    text = tree.fetch([probes.UTILS])[probes.UTILS].read_text(encoding="utf-8")
+    text = tree.fetch([vllm_files.UTILS])[vllm_files.UTILS].read_text(encoding="utf-8")
     if CLAMP not in text:
-        raise upstream.LiftError(f"{RELEASE}: {probes.UTILS} does not have the line {CLAMP!r}")
-    target = folder / probes.UTILS
+        raise upstream.LiftError(f"{RELEASE}: {vllm_files.UTILS} does not have the line {CLAMP!r}")
+    target = folder / vllm_files.UTILS
     target.parent.mkdir(parents=True)
     target.write_text(text.replace(CLAMP, "block_num = block_num"), encoding="utf-8")
     return upstream.resolve(f"tree:{folder}")
@@ -260,14 +261,14 @@ def says(case: Case, reports: list[dict[str, Any]], on_good: list[dict[str, Any]
 def _dflash_work(requests: int, num_speculative_tokens: int, context: int) -> Callable[[], Any]:
     dflash_oob.K = num_speculative_tokens
     tree = upstream.resolve(RELEASE)
-    run = dflash_oob._v1(upstream.lift(tree, probes.UTILS, probes.V1).function)
+    run = dflash_oob._v1(upstream.lift(tree, vllm_files.UTILS, vllm_files.V1).function)
     batch = dflash_oob.batch([list(range(8, 8 + context))] * requests, rejected=[1] * requests)
     return lambda: run(batch, requests * batch.num_query_per_req).reports
 
 
 def _gated_delta_work(requests: int, heads: int, dim: int) -> Callable[[], Any]:
     tree = upstream.resolve(RELEASE)
-    launch = upstream.lift(tree, tree.first(list(probes.GATING)), GATED_DELTA).function
+    launch = upstream.lift(tree, tree.first(list(vllm_files.GATING)), GATED_DELTA).function
     inputs = dflash_oob.gating_inputs(requests, 4, heads, dim)
     accepted = torch.arange(requests, dtype=torch.int32) % 4 + 1
     of = bounds.program(2, divided_by=heads)
@@ -318,7 +319,7 @@ def _outcomes(target: str, arms: dict[tuple[str, str], dict[str, Any]], **option
     return dict.fromkeys(arms, "not installed") | dict(zip(here, map(_value, ended), strict=True))
 
 
-def _value(ended: Ended) -> Any:
+def _value(ended: ArmResult) -> Any:
     if ended.kind == "value":
         return ended.value
     if ended.kind == "timeout":
@@ -398,7 +399,7 @@ def _price_cell(cell: dict[str, float] | str) -> str:
 
 def _fetch() -> None:
     """Fill the cache once, so that the measured processes only read it."""
-    wanted = {RELEASE: [probes.UTILS, MAMBA, *probes.GATING], BEFORE_ROW_FIX: [MAMBA]}
+    wanted = {RELEASE: [vllm_files.UTILS, MAMBA, *vllm_files.GATING], BEFORE_ROW_FIX: [MAMBA]}
     for release, paths in wanted.items():
         tree = upstream.resolve(release)
         tree.fetch([path for path in paths if tree.has(path)])

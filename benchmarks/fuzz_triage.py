@@ -18,11 +18,11 @@ import click
 if "--atheris" in sys.argv:
     import atheris
 
-    with atheris.instrument_imports(include=["specmortem.triage"]):
-        import specmortem.triage.render  # noqa: F401
+    with atheris.instrument_imports(include=["specmortem.tools.triage"]):
+        import specmortem.tools.triage.render  # noqa: F401
 
-from specmortem.triage import triage_text
-from specmortem.triage.render import as_html, as_markdown, as_text
+from specmortem.tools.triage import triage_text
+from specmortem.tools.triage.render import as_html, as_markdown, as_text
 
 LIMIT_S = 1.0  # of processor time
 LARGE = 1 << 20

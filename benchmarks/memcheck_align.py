@@ -9,8 +9,8 @@ import sys
 
 from memcheck import Checked, main
 
-SHIFT = "specmortem.experiments.align_shift"
-WORKLOADS = "specmortem.experiments.pp_align"
+SHIFT = "specmortem.incidents.pp_align_copy.shift"
+WORKLOADS = "specmortem.incidents.pp_align_copy.arms"
 ARMS = [
     Checked("column past the row", "before", SHIFT, "illegal_column('before', 'cuda')"),
     Checked("column past the row", "after", SHIFT, "illegal_column('after', 'cuda')"),

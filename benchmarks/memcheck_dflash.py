@@ -7,7 +7,7 @@ import sys
 
 from memcheck import Checked, main
 
-MODULE = "specmortem.experiments.dflash_oob"
+MODULE = "specmortem.incidents.dflash_oob.arms"
 ARMS = [
     Checked("lookup", "before", MODULE, "control('gdn-lookup', 'graphs', 'cuda')"),
     Checked("lookup", "after", MODULE, "lookup_replays('after', 200)"),

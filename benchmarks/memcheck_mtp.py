@@ -11,9 +11,9 @@ import sys
 
 from memcheck import Checked, main
 
-from specmortem.proposers.mtp import FIXED
+from specmortem.incidents.mtp_draft_loop.proposer import FIXED
 
-MODULE = "specmortem.experiments.mtp_loop"
+MODULE = "specmortem.incidents.mtp_draft_loop.arms"
 SETTINGS = "'cuda', steps=5, forward_us=100.0"
 ARMS = [
     Checked("overtaken plan", "before", MODULE, "overtaken('cuda')"),

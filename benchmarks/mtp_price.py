@@ -19,7 +19,7 @@ import click
 import torch
 from rich.console import Console
 
-from specmortem.experiments import mtp_loop
+from specmortem.incidents.mtp_draft_loop import arms as mtp_loop
 from specmortem.verdict import versions
 
 LIMIT = 1.01

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specmortem.serving import recall
-from specmortem.serving.tasks import FIRST_ITEM, MIN_PROMPT, tasks
-from specmortem.serving.tiny_model import LINEAR, Attention, GatedDelta, TinyModel, load, save
+from specmortem.tools.engine import recall
+from specmortem.tools.engine.tasks import FIRST_ITEM, MIN_PROMPT, tasks
+from specmortem.tools.engine.tiny_model import LINEAR, Attention, GatedDelta, TinyModel, load, save
 from specmortem.verdict import write_atomically
 
 LENGTHS = (24, 40, 64, 100, 150, 200)  # longest prompt of each stage

@@ -25,10 +25,10 @@ from typing import Any
 
 import click
 
-from specmortem.triage import reader, rules
-from specmortem.triage.cases import split
-from specmortem.triage.facts import FactBook
-from specmortem.triage.judge import INSUFFICIENT, NONE, Answer, judge
+from specmortem.tools.triage import reader, rules
+from specmortem.tools.triage.cases import split
+from specmortem.tools.triage.facts import FactBook
+from specmortem.tools.triage.judge import INSUFFICIENT, NONE, Answer, judge
 from specmortem.verdict import write_atomically
 
 FACTORS = (0.0, 0.5, 1.0, 1.5, 2.0)
@@ -264,7 +264,7 @@ def write_log(path: Path, size: int, kind: str) -> None:
         file.write(LAST.encode())
 
 
-MEASURED = "import resource,sys,time\nfrom specmortem.triage import triage\nt=time.perf_counter()\nr=triage([sys.argv[1]])\nprint(time.perf_counter()-t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024, r.answer)"  # noqa: E501
+MEASURED = "import resource,sys,time\nfrom specmortem.tools.triage import triage\nt=time.perf_counter()\nr=triage([sys.argv[1]])\nprint(time.perf_counter()-t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024, r.answer)"  # noqa: E501
 
 
 def speed(mebibytes: int) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import random
 
 from hypothesis import strategies as st
 
-from specmortem.experiments.dflash_oob import random_batch
+from specmortem.incidents.dflash_oob.arms import random_batch
 
 
 @st.composite

@@ -3,15 +3,16 @@
 import json
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
 
 import specmortem
-from specmortem import doctor
+from specmortem import doctor, incident
 from specmortem.cli import main
 from specmortem.doctor import Check
+from specmortem.incident import Incident, Probe
 from specmortem.verdict import Evidence, Verdict
 
 COMMAND = [sys.executable, "-c", "from specmortem.cli import main; main(prog_name='specmortem')"]
@@ -30,8 +31,7 @@ def invoke(*arguments):
 @pytest.fixture
 def probes(monkeypatch):
     """A stand-in for the probes: one cause, fixed verdicts."""
-    module = ModuleType("specmortem.probes")
-    module.CAUSES = {"past-end": SimpleNamespace(incident="toy", title="Read past the end")}
+    module = ModuleType("specmortem.judge")
     module.asked = []
 
     def judge_many(pairs, *, device):
@@ -39,8 +39,10 @@ def probes(monkeypatch):
         return [VERDICTS[subject] for _, subject in pairs]
 
     module.judge_many = judge_many
-    monkeypatch.setitem(sys.modules, "specmortem.probes", module)
-    monkeypatch.setattr(specmortem, "probes", module, raising=False)
+    monkeypatch.setitem(sys.modules, "specmortem.judge", module)
+    monkeypatch.setattr(specmortem, "judge", module, raising=False)
+    toy = Incident("toy", "toy", (Probe("past-end", "Read past the end", (), ()),))
+    monkeypatch.setattr(incident, "all_incidents", lambda: {"toy": toy})
     return module
 
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from specmortem import _nursery, isolation
+from specmortem import _forkserver as _nursery
+from specmortem import isolation
 from specmortem.errors import BadInputError
-from specmortem.isolation import Arm, Device, Ended, death_kind, exception_kind, run_arm, run_arms
+from specmortem.isolation import Arm, ArmResult, Device, death_kind, exception_kind, run_arm, run_arms
 
 HERE = Path(__file__).parent
 RUNTIME_ERROR = ["builtins.RuntimeError", "builtins.Exception"]
@@ -37,7 +38,7 @@ def experiments_can_be_imported() -> Iterator[None]:
 
 
 def arm(function: str, **kwargs: Any) -> Arm:
-    return Arm(f"experiments:{function}", kwargs, name=function)
+    return Arm(f"isolated_targets:{function}", kwargs, name=function)
 
 
 def gone(pid: int, patience_s: float = 60.0) -> bool:
@@ -95,17 +96,17 @@ ENDS: list[tuple[Arm, str, str]] = [
 
 
 @pytest.fixture(scope="module")
-def ends(experiments_can_be_imported: None) -> list[Ended]:
+def ends(experiments_can_be_imported: None) -> list[ArmResult]:
     return run_arms([end[0] for end in ENDS])
 
 
-def test_a_death_without_a_known_line_is_the_signal_alone(ends: list[Ended]) -> None:
+def test_a_death_without_a_known_line_is_the_signal_alone(ends: list[ArmResult]) -> None:
     texts = {end.arm.kwargs["text"]: end.message for end in ends if end.arm.label == "abort_saying"}
     assert texts["no reason\n"] == "SIGABRT" and all("more" not in message for message in texts.values())
 
 
 @pytest.mark.parametrize("index", range(len(ENDS)), ids=lambda i: f"{i}-{ENDS[i][0].label}")
-def test_every_way_to_end_has_its_kind_and_message(ends: list[Ended], index: int) -> None:
+def test_every_way_to_end_has_its_kind_and_message(ends: list[ArmResult], index: int) -> None:
     expected_arm, kind, message = ENDS[index]
     ended = ends[index]
     assert ended.arm == expected_arm
@@ -113,7 +114,7 @@ def test_every_way_to_end_has_its_kind_and_message(ends: list[Ended], index: int
     assert message in ended.message
 
 
-def test_stderr_shows_the_traceback_of_an_error_and_of_a_crash(ends: list[Ended]) -> None:
+def test_stderr_shows_the_traceback_of_an_error_and_of_a_crash(ends: list[ArmResult]) -> None:
     by_label = {ended.arm.label: ended for ended in ends}
     assert 'raise LookupError("no stderr left")' in by_label["close_stderr_and_fail"].stderr_tail
     assert "in read_address_zero" in by_label["read_address_zero"].stderr_tail
@@ -143,7 +144,7 @@ def test_memory_beyond_the_limit_is_out_of_memory_and_below_it_is_not() -> None:
 
 
 def test_the_memory_limit_spares_cuda_arms() -> None:
-    ended = run_arms([Arm("experiments:origin", device="cuda")], memory_bytes=1 << 20)[0]
+    ended = run_arms([Arm("isolated_targets:origin", device="cuda")], memory_bytes=1 << 20)[0]
     assert ended.kind == "value", ended
 
 
@@ -153,7 +154,9 @@ def test_an_overrun_that_kills_the_interpreter_is_a_signal() -> None:
 
 
 def test_a_time_limit_kills_the_grandchildren_too(tmp_path: Path) -> None:
-    hang = Arm("experiments:hang_with_a_stubborn_grandchild", {"pids": str(tmp_path / "pids")}, timeout_s=1.0)
+    hang = Arm(
+        "isolated_targets:hang_with_a_stubborn_grandchild", {"pids": str(tmp_path / "pids")}, timeout_s=1.0
+    )
     ended, other = run_arms([hang, arm("give", value=1)])
     assert (ended.kind, ended.message) == ("timeout", "killed after 1 s")
     assert 1.0 <= ended.seconds < 10.0
@@ -190,8 +193,8 @@ def most_at_once(spans: list[list[float]]) -> int:
 
 
 def test_simulated_arms_run_as_many_at_a_time_as_allowed_and_cuda_arms_one_at_a_time() -> None:
-    sim = [Arm("experiments:lifetime", {"seconds": 0.3}) for _ in range(5)]
-    cuda = [Arm("experiments:lifetime", {"seconds": 0.1}, device="cuda") for _ in range(2)]
+    sim = [Arm("isolated_targets:lifetime", {"seconds": 0.3}) for _ in range(5)]
+    cuda = [Arm("isolated_targets:lifetime", {"seconds": 0.1}, device="cuda") for _ in range(2)]
     ends = run_arms([*sim, *cuda], parallel=2)
     assert most_at_once([end.value for end in ends[:5]]) == 2
     assert most_at_once([end.value for end in ends[5:]]) == 1
@@ -205,14 +208,14 @@ def test_simulated_arms_are_forks_of_one_single_threaded_supervisor() -> None:
 
 @pytest.mark.parametrize("device", ["sim", "cuda"])
 def test_arms_with_variables_are_fresh_interpreters_and_others_forks(device: Device) -> None:
-    own = Arm("experiments:origin", device=device, env={"COLOUR": "red"})
-    plain = Arm("experiments:origin", device=device)
+    own = Arm("isolated_targets:origin", device=device, env={"COLOUR": "red"})
+    plain = Arm("isolated_targets:origin", device=device)
     assert [end.value["forked"] for end in run_arms([own, plain])] == [False, True]
 
 
 def test_cuda_arms_may_run_side_by_side_where_asked() -> None:
     ends = run_arms(
-        [Arm("experiments:lifetime", {"seconds": 0.5}, device="cuda") for _ in range(3)], cuda_parallel=3
+        [Arm("isolated_targets:lifetime", {"seconds": 0.5}, device="cuda") for _ in range(3)], cuda_parallel=3
     )
     assert most_at_once([end.value for end in ends]) >= 2
 
@@ -222,7 +225,7 @@ def test_a_process_with_a_second_thread_may_not_fork() -> None:
     thread = threading.Thread(target=stop.wait)
     thread.start()
     try:
-        assert not _nursery.may_fork("experiments:give")
+        assert not _nursery.may_fork("isolated_targets:give")
     finally:
         stop.set()
         thread.join()
@@ -230,7 +233,7 @@ def test_a_process_with_a_second_thread_may_not_fork() -> None:
 
 def test_variables_reach_their_own_arm_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLOUR", "blue")
-    asks = [Arm("experiments:variable", {"name": "COLOUR"}, env=env) for env in ({"COLOUR": "red"}, {})]
+    asks = [Arm("isolated_targets:variable", {"name": "COLOUR"}, env=env) for env in ({"COLOUR": "red"}, {})]
     assert [end.value for end in run_arms(asks)] == ["red", "blue"]
 
 
@@ -238,7 +241,7 @@ def test_triton_interprets_in_simulated_arms_and_compiles_in_cuda_arms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    ask = "experiments:kind_of_kernel"
+    ask = "isolated_targets:kind_of_kernel"
     ends = run_arms([Arm(ask), Arm(ask, env={"COLOUR": "red"}), Arm(ask, device="cuda")])
     assert [end.value for end in ends] == ["InterpretedFunction", "InterpretedFunction", "JITFunction"]
 
@@ -255,7 +258,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {here!r})
 from specmortem.isolation import Arm, run_arms
-arms = [Arm("experiments:hang_with_a_stubborn_grandchild", {{"pids": {pids!r} + str(i)}}) for i in range(3)]
+arms = [Arm("isolated_targets:hang_with_a_stubborn_grandchild", {{"pids": {pids!r} + str(i)}}) for i in range(3)]
 run_arms(arms, parallel=2)
 """
 
@@ -289,7 +292,7 @@ def test_an_error_in_on_end_stops_the_run_and_removes_its_folder(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def refuse(end: Ended) -> None:
+    def refuse(end: ArmResult) -> None:
         raise LookupError(end.value)
 
     with pytest.raises(LookupError, match="seen"):
@@ -319,7 +322,7 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(
     ("fields", "text"),
     [
         ({"target": "experiments.give"}, "'package.module:function'"),
-        ({"target": "experiments:give.more"}, "'package.module:function'"),
+        ({"target": "isolated_targets:give.more"}, "'package.module:function'"),
         ({"target": "__main__:give"}, "move the function to a module"),
         ({"kwargs": {"value": {1, 2}}}, "JSON cannot hold its kwargs"),
         ({"device": "tpu"}, "'sim' or 'cuda'"),
@@ -331,7 +334,7 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(
 )
 def test_arms_that_cannot_be_run_are_refused_when_made(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(BadInputError, match=text):
-        Arm(**{"target": "experiments:give", **fields})
+        Arm(**{"target": "isolated_targets:give", **fields})
 
 
 def test_limits_that_make_no_sense_are_refused_before_anything_starts(
@@ -444,7 +447,9 @@ def test_a_cuda_fault_has_its_kind_and_leaves_the_next_arm_unharmed() -> None:
         "fill_the_gpu",
         "sum_on_the_gpu",
     ]
-    ends = run_arms([Arm(f"experiments:{function}", device="cuda", timeout_s=120) for function in functions])
+    ends = run_arms(
+        [Arm(f"isolated_targets:{function}", device="cuda", timeout_s=120) for function in functions]
+    )
     kinds = [end.kind for end in ends]
     assert kinds == ["illegal-address", "illegal-address", "device-assert", "out-of-memory", "value"], ends
     assert "a consequence, not the cause" in ends[1].stderr_tail
@@ -496,7 +501,7 @@ def test_a_kept_supervisor_that_died_is_replaced() -> None:
 
 @pytest.mark.usefixtures("kept")
 def test_a_call_left_in_the_middle_keeps_nothing() -> None:
-    def leave(end: Ended) -> None:
+    def leave(end: ArmResult) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from click.testing import CliRunner
 
-from specmortem import incident
+from specmortem import facts
 from specmortem.cli import main
 from specmortem.report.html import check_self_contained
 from specmortem.verdict import Results
@@ -27,7 +27,7 @@ def out(tmp_path_factory):
 
 
 def test_every_incident_has_its_notebook_and_every_notebook_its_incident():
-    named = {incident.load(slug).notebook for slug in incident.all_slugs()} | {"00-overview.ipynb"}
+    named = {facts.load(slug).notebook for slug in facts.all_slugs()} | {"00-overview.ipynb"}
     assert named == {path.name for path in NOTEBOOKS}
 
 
@@ -42,14 +42,14 @@ def test_notebook_is_stripped_and_its_cells_are_short(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_finds_its_files_whatever_folder_its_kernel_starts_in(path):
     source = "\n".join(c.source for c in nbformat.read(path, 4).cells if c.cell_type == "code")
-    assert "incident.find_root().parent" in source
+    assert "facts.find_root().parent" in source
     assert not re.findall(r"""Path\(["'](?:data|investigations|out)""", source)
 
 
-@pytest.mark.parametrize("slug", incident.all_slugs())
+@pytest.mark.parametrize("slug", facts.all_slugs())
 def test_results_fit_the_schema_and_the_incident(out, slug):
     results = Results.load(out / slug / "results.json")
-    known = {cause.id for cause in incident.load(slug).causes}
+    known = {cause.id for cause in facts.load(slug).causes}
     assert {row.cause for row in results.rows} <= known
     assert results.where(subject="before", arm="before", outcome="fault")
     assert not results.where(subject="after", outcome="fault")
@@ -57,11 +57,11 @@ def test_results_fit_the_schema_and_the_incident(out, slug):
 
 def test_pages_are_self_contained_and_linked_from_the_index(out):
     pages = sorted(out.glob("**/*.html"))
-    assert len(pages) == len(incident.all_slugs()) + 2
+    assert len(pages) == len(facts.all_slugs()) + 2
     for page in pages:
         assert check_self_contained(page.read_text(encoding="utf-8")) == []
     index = (out / "index.html").read_text(encoding="utf-8")
-    assert all(f"{slug}/postmortem.html" in index for slug in incident.all_slugs())
+    assert all(f"{slug}/postmortem.html" in index for slug in facts.all_slugs())
 
 
 @pytest.mark.browser

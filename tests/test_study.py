@@ -1,15 +1,15 @@
 import pytest
 
-from specmortem.experiments import study
-from specmortem.isolation import Arm, Ended
+from specmortem import study
+from specmortem.isolation import Arm, ArmResult
 from specmortem.verdict import Evidence, Row
 
-ARM = Arm("specmortem.experiments.dflash_oob:control", {"arm": "before"})
+ARM = Arm("specmortem.incidents.dflash_oob.arms:control", {"arm": "before"})
 
 
 @pytest.mark.parametrize("kind", ["illegal-address", "device-assert", "cuda-error"])
 def test_a_process_that_died_of_the_gpu_is_a_fault_with_its_kind(kind):
-    row = study.row(Ended(ARM, kind, message="CUDA error: x\nmore"), "c", "graphs", "before", 0)
+    row = study.row(ArmResult(ARM, kind, message="CUDA error: x\nmore"), "c", "graphs", "before", 0)
     assert (row.outcome, row.evidence.detail["effect"], row.evidence.reason) == (
         "fault",
         kind,
@@ -19,16 +19,18 @@ def test_a_process_that_died_of_the_gpu_is_a_fault_with_its_kind(kind):
 
 @pytest.mark.parametrize("kind", ["timeout", "signal", "python-error", "out-of-memory"])
 def test_a_process_that_ended_otherwise_is_not_judged(kind):
-    row = study.row(Ended(ARM, kind, message="told"), "c", "graphs", "before", 0)
+    row = study.row(ArmResult(ARM, kind, message="told"), "c", "graphs", "before", 0)
     assert (row.outcome, row.runs) == ("not-judged", 0) and "told" in row.evidence.reason
 
 
 def test_parts_of_a_long_run_add_up_and_one_lost_part_spoils_it():
-    good = [Ended(ARM, "value", {"states": 10, "faults": f, "witness": w}) for f, w in ((0, ""), (2, "seen"))]
+    good = [
+        ArmResult(ARM, "value", {"states": 10, "faults": f, "witness": w}) for f, w in ((0, ""), (2, "seen"))
+    ]
     row = study.total(good, "c", "random-states", "before", 0, "states")
     assert (row.runs, row.faults, row.evidence.witness) == (20, 2, "seen")
     spoiled = study.total(
-        [*good, Ended(ARM, "timeout", message="late")], "c", "random-states", "before", 0, "states"
+        [*good, ArmResult(ARM, "timeout", message="late")], "c", "random-states", "before", 0, "states"
     )
     assert spoiled.outcome == "not-judged"
 

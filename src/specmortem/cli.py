@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specmortem import __version__
-from specmortem.audit.command import audit, campaign
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
-from specmortem.load.command import load
-from specmortem.serving.command import engine
+from specmortem.tools.audit.command import audit, campaign
+from specmortem.tools.engine.command import engine
+from specmortem.tools.load.command import load
 
 if TYPE_CHECKING:
     from specmortem.report.batch import RunResult
@@ -123,10 +123,10 @@ def probe(ctx: click.Context, cause: str, subjects: tuple[str, ...], device: str
     Exit code: 1 a subject faults, else 2 a subject could not be had (an unreachable index, a corrupt wheel, a tree
     without the file), else 3 one could not be judged, else 0 all are clean on the inputs tried.
     """
-    from specmortem import probes
+    from specmortem import incident
+    from specmortem import judge as probes
 
-    if cause not in probes.CAUSES:
-        raise BadInputError(f"no cause {cause!r}; known: {', '.join(sorted(probes.CAUSES))}")
+    title = incident.probe_of(cause).title
     judged = probes.judge_many([(cause, subject) for subject in subjects], device=device)
     verdicts = dict(zip(subjects, judged, strict=True))
     lost = [verdict.evidence.reason for verdict in judged if verdict.evidence.detail.get("unavailable")]
@@ -136,7 +136,7 @@ def probe(ctx: click.Context, cause: str, subjects: tuple[str, ...], device: str
         rows = [{"cause": cause, "subject": s, **v.as_dict()} for s, v in verdicts.items()]
         click.echo(json.dumps(rows, indent=1, ensure_ascii=False))
     else:
-        _print_verdicts(f"{cause}: {probes.CAUSES[cause].title}", verdicts)
+        _print_verdicts(f"{cause}: {title}", verdicts)
     outcomes = {verdict.outcome for verdict in verdicts.values()}
     ctx.exit(1 if "fault" in outcomes else 2 if lost else 3 if "not-judged" in outcomes else 0)
 
@@ -157,7 +157,7 @@ def triage(ctx: click.Context, files: tuple[str, ...], form: str) -> None:
     Text, gzip and zstd in any encoding. Files are judged together; what tells of another incident is judged apart.
     Exit code: 0 an incident fits, 1 none of them, 3 not enough evidence, 2 a file cannot be read.
     """
-    from specmortem import triage as triages
+    from specmortem.tools import triage as triages
 
     found = triages.triage(files)
     click.echo(triages.FORMATS[form](found), nl=False)
@@ -180,7 +180,7 @@ def doctor(ctx: click.Context, engines: bool, place: str | None) -> None:
     if place is not None and not engines:
         raise BadInputError("--python asks about whole engines; give --engine with it")
     if engines:
-        from specmortem.serving.examine import examine_engine
+        from specmortem.tools.engine.examine import examine_engine
 
         checks = examine_engine(place)
     else:
@@ -192,9 +192,9 @@ def doctor(ctx: click.Context, engines: bool, place: str | None) -> None:
 @main.command()
 def incidents() -> None:
     """List the incidents."""
-    from specmortem import incident
+    from specmortem import facts
 
-    loaded = [incident.load(slug) for slug in incident.all_slugs()]
+    loaded = [facts.load(slug) for slug in facts.all_slugs()]
     _print_table(("slug", "grade", "what broke"), [(i.slug, i.grade, i.summary) for i in loaded])
 
 
@@ -206,12 +206,12 @@ main.add_command(engine)
 
 def _chosen(slugs: Sequence[str], every: bool) -> list[str]:
     """The slugs to run, each once."""
-    from specmortem import incident
+    from specmortem import facts
 
     if every == bool(slugs):
-        known = ", ".join(incident.all_slugs())
+        known = ", ".join(facts.all_slugs())
         raise BadInputError(f"give slugs or --all, not {'both' if every else 'neither'}; known: {known}")
-    return [*incident.all_slugs(), "overview"] if every else list(dict.fromkeys(slugs))
+    return [*facts.all_slugs(), "overview"] if every else list(dict.fromkeys(slugs))
 
 
 def _pairs(pairs: Iterable[str]) -> dict[str, str]:

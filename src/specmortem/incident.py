@@ -1,317 +1,198 @@
-"""The facts of one incident, read from `investigations/<slug>/incident.toml` and checked.
+"""Incidents as objects, and the registry through which every tool reaches them.
 
-Nothing is accepted that a page could not stand behind: a claim has a grade and a source, a reference has a
-target, a key that the format does not know is an error.
+An incident is a package that exports `INCIDENT`. Three kinds are found: those of `specmortem.incidents`, those that
+another distribution announces under the entry point group `specmortem.incidents`, and folders below each directory in
+`$SPECMORTEM_INCIDENTS` (separated like PATH). Finding one imports its `__init__` alone, which needs neither torch nor
+Triton.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
-import tomllib
-import types
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from datetime import date
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, Literal
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import Version
+from specmortem import facts as fact_files
+from specmortem.errors import BadInputError
+from specmortem.exposure import Config, Reach, Rule
+from specmortem.facts import Facts, find_root
 
-from specmortem.errors import BadInputError, UnavailableError
-
-SCHEMA_VERSION = 1
-FILE_NAME = "incident.toml"
-HOME_VARIABLE = "SPECMORTEM_HOME"
-Grade = Literal["demonstrated", "reproduced", "reported", "open"]
-HypothesisVerdict = Literal["supported", "refuted", "open"]
-Needs = Literal["cpu", "gpu"]
-Lines = tuple[str, ...]
-T = TypeVar("T")
-
-GRADE_MEANING: Mapping[Grade, str] = types.MappingProxyType(
-    {
-        "demonstrated": "shown on the real released code",
-        "reproduced": "shown on this package's own before and after code, not on a release",
-        "reported": "public reports say so; not shown here",
-        "open": "not established",
-    }
-)
+__all__ = ["Campaign", "Incident", "Probe", "find_root"]
+GROUP = "specmortem.incidents"
+FOLDERS_VARIABLE = "SPECMORTEM_INCIDENTS"
+Needs = Literal["any", "interpreter", "cuda"]
 
 
 @dataclass(frozen=True)
-class Impact:
-    """Who was hit, and what to do about it tonight."""
+class Probe:
+    """What a probe of one cause needs.
 
-    who: Lines
-    symptom: Lines
-    exposed: Lines
-    tonight: Lines
-    not_exposed: Lines = ()
+    `files` are groups of candidate paths, of which the first that exists in a tree is used; `functions` stand in them,
+    one a group, empty where a file is read and nothing of it is lifted. `also` is judged beside them where a tree has
+    it: (path, function). `needs` says what runs the kernels: any device, the interpreter, for its bounds or because
+    the defect is the host's alone, or a GPU, and then `why` it does. `packages` are the distributions whose releases
+    can be subjects.
+    """
 
-
-@dataclass(frozen=True)
-class Event:
-    """One dated line of the timeline."""
-
-    date: str
-    what: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """A proposed cause; `causes` name the result rows that decide it."""
-
-    id: str
-    statement: str
-    verdict: HypothesisVerdict
-    because: str
-    causes: Lines = ()
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A sentence that the postmortem stands behind, with how well it is backed."""
-
-    id: str
-    text: str
-    grade: Grade
-    source: str
-    cause: str = ""
-
-
-@dataclass(frozen=True)
-class Fix:
-    """The release that carries the fix, and who says so; either may be unknown."""
-
-    release: str = ""
-    source: str = ""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One mechanism; `affected` is a version specifier of vLLM, empty where unknown."""
-
-    id: str
+    cause: str
     title: str
-    mechanism: str
-    needs: Needs
-    reached_by: str
-    fixed: Fix | None = None
-    affected: str = ""
-    workarounds: Lines = ()
-
-    def affects(self, release: str) -> bool | None:
-        """Whether the file says that this vLLM release has the cause; None where it does not say."""
-        if not self.affected:
-            return None
-        return SpecifierSet(self.affected).contains(Version(release), prereleases=True)
+    files: tuple[tuple[str, ...], ...]
+    functions: tuple[str, ...]
+    also: tuple[tuple[str, str], ...] = ()
+    needs: Needs = "any"
+    why: str = ""
+    version: int = 1
+    packages: tuple[str, ...] = ("vllm",)
 
 
 @dataclass(frozen=True)
-class Workaround:
-    """Something an operator can do, what it costs and who verified it."""
+class Campaign:
+    """An experiment that takes a seed: its target, what it counts, and the name of the argument for the arm."""
 
-    id: str
-    action: str
-    cost: str
-    verified_by: str
-    grade: Grade
-    source: str
-
-
-@dataclass(frozen=True)
-class OpenQuestion:
-    """What is not known, and what would settle it."""
-
-    question: str
-    settles: str
+    target: str
+    unit: str
+    arm: str = "arm"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    takes_device: bool = True
 
 
 @dataclass(frozen=True)
 class Incident:
-    """The whole of an `incident.toml`; `grade` is the grade of its main claim."""
+    """One incident: what judges its causes, what a configuration needs to reach them, and its random campaigns.
 
-    schema: int
+    `package` is the Python package that exports it; its module `probe` has `judge(cause, subject, device)`. `exposure`
+    has a rule a cause, `campaigns` an experiment a cause. `folder` holds incident.toml, rules.toml and the notebook of
+    an incident that lives outside the repository; None for `investigations/<slug>`.
+    """
+
     slug: str
-    title: str
-    summary: str
-    grade: Grade
-    status: str
-    notebook: str
-    impact: Impact
-    environment: Mapping[str, str] = field(default_factory=dict)
-    timeline: tuple[Event, ...] = ()
-    hypotheses: tuple[Hypothesis, ...] = ()
-    claims: tuple[Claim, ...] = ()
-    causes: tuple[Cause, ...] = ()
-    workarounds: tuple[Workaround, ...] = ()
-    open_questions: tuple[OpenQuestion, ...] = ()
+    package: str
+    probes: tuple[Probe, ...]
+    exposure: Mapping[str, Rule] = field(default_factory=dict)
+    campaigns: Mapping[str, Campaign] = field(default_factory=dict)
+    folder: Path | None = None
 
-    def cause(self, id: str) -> Cause:
-        """The cause of that id. Raises BadInputError naming the known ones."""
-        for cause in self.causes:
-            if cause.id == id:
-                return cause
-        known = ", ".join(c.id for c in self.causes)
-        raise BadInputError(f"incident {self.slug} has no cause {id!r}; it has: {known}")
+    @property
+    def judge(self) -> str:
+        """The function that judges its causes, as a target for a process of its own."""
+        return f"{self.package}.probe:judge"
 
+    @property
+    def home(self) -> Path:
+        """The folder of its facts and reference runs. Raises UnavailableError where there is none."""
+        return self.folder or find_root() / self.slug
 
-def find_root(start: Path | None = None) -> Path:
-    """The investigations folder: of $SPECMORTEM_HOME, else upwards from `start`, else of this checkout.
-
-    Raises UnavailableError when there is none.
-    """
-    if home := os.environ.get(HOME_VARIABLE):
-        if _holds_incidents(folder := Path(home).expanduser().resolve() / "investigations"):
-            return folder
-        raise UnavailableError(
-            f"{HOME_VARIABLE}={home} holds no investigations/*/{FILE_NAME}; point it at a checkout"
-        )
-    here = (start or Path.cwd()).resolve()
-    for parent in (here, *here.parents, Path(__file__).resolve().parents[2]):
-        if _holds_incidents(folder := parent / "investigations"):
-            return folder
-    raise UnavailableError(
-        f"no investigations/*/{FILE_NAME} from {here} upwards; run inside a checkout of specmortem, "
-        f"or set {HOME_VARIABLE} to one"
-    )
+    @property
+    def facts(self) -> Facts:
+        """What incident.toml says. Raises BadInputError for the first thing wrong in it."""
+        return fact_files.load(self.slug, self.home.parent)
 
 
-def all_slugs(root: Path | None = None) -> list[str]:
-    """Slugs of all incidents under the investigations folder, sorted."""
-    return sorted(path.parent.name for path in (root or find_root()).glob(f"*/{FILE_NAME}"))
+def all_incidents() -> Mapping[str, Incident]:
+    """Incidents by slug, sorted. Raises BadInputError for two with one slug, or a folder that exports none."""
+    return _all(os.environ.get(FOLDERS_VARIABLE, ""))
 
 
-def load(slug: str, root: Path | None = None) -> Incident:
-    """Read and check one incident; `root` is the investigations folder.
-
-    Raises BadInputError for an unknown slug (listing the known ones), or for the first thing wrong in the
-    file (naming file, table and entry).
-    """
-    root = root or find_root()
-    if slug not in (known := all_slugs(root)):
+def get(slug: str) -> Incident:
+    """The incident of a slug. Raises BadInputError that lists the known ones."""
+    known = all_incidents()
+    if slug not in known:
         raise BadInputError(f"no incident {slug!r}; known: {', '.join(known) or 'none'}")
-    path = root / slug / FILE_NAME
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UnavailableError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise BadInputError(f"{path} is not TOML: {error}") from error
-    incident = _build(Incident, data, f"{path}: top level")
-    _check(incident, slug, str(path))
-    return incident
+    return known[slug]
 
 
-def _holds_incidents(folder: Path) -> bool:
-    return next(folder.glob(f"*/{FILE_NAME}"), None) is not None
+def facts(slug: str) -> Facts:
+    """The facts of an incident. Raises BadInputError for an unknown slug or a faulty file."""
+    return get(slug).facts
 
 
-def _build(kind: type[T], table: Any, where: str) -> T:
-    """A dataclass from the TOML table at `where`, refusing unknown, missing and ill-typed keys."""
-    if not isinstance(table, dict):
-        raise BadInputError(f"{where}: expected a table, got {table!r}")
-    hints = get_type_hints(kind)
-    if unknown := sorted(set(table) - set(hints)):
-        raise BadInputError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(hints)}")
-    for f in fields(kind):  # type: ignore[arg-type]
-        if f.name not in table and f.default is MISSING and f.default_factory is MISSING:
-            raise BadInputError(f"{where}: {f.name} is missing")
-    return kind(**{name: _convert(hints[name], value, where, name) for name, value in table.items()})
+def all_slugs() -> list[str]:
+    """Slugs of all incidents, sorted."""
+    return list(all_incidents())
 
 
-def _convert(hint: Any, value: Any, where: str, name: str) -> Any:
-    """`value` as the field type `hint` asks for."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is str:
-        return _text(value, f"{where}: {name}")
-    if hint is int:
-        return value
-    if origin is Literal:
-        return _one_of(args, value, f"{where}: {name}")
-    if hint == Lines:
-        return tuple(_text(v, f"{where}: {name}") for v in (value if isinstance(value, list) else [value]))
-    if origin is tuple:
-        return _build_all(args[0], value, where, name)
-    if origin is types.UnionType or is_dataclass(hint):
-        return _build(args[0] if args else hint, value, _table(where, name))
-    return _texts(value, _table(where, name))
+def causes() -> dict[str, Incident]:
+    """The incident of each cause that a probe judges."""
+    return {probe.cause: one for one in all_incidents().values() for probe in one.probes}
 
 
-def _build_all(kind: type[T], value: Any, where: str, name: str) -> tuple[T, ...]:
-    """One dataclass for each entry of an array of tables."""
-    if not isinstance(value, list):
-        raise BadInputError(f"{where}: {name} must be an array of tables, [[{name}]]")
-    return tuple(_build(kind, entry, _entry(where, name, n, entry)) for n, entry in enumerate(value, 1))
+def of_cause(cause: str) -> Incident:
+    """The incident of a cause. Raises BadInputError that lists the known causes."""
+    if (known := causes()).keys().isdisjoint([cause]):
+        raise BadInputError(f"unknown cause {cause!r}; known causes: {', '.join(sorted(known))}")
+    return known[cause]
 
 
-def _texts(value: Any, where: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise BadInputError(f"{where}: expected a table, got {value!r}")
-    return {key: _text(text, f"{where}: {key}") for key, text in value.items()}
+def probe_of(cause: str) -> Probe:
+    """The probe of a cause. Raises BadInputError that lists the known causes."""
+    return next(probe for probe in of_cause(cause).probes if probe.cause == cause)
 
 
-def _text(value: Any, where: str) -> str:
-    if isinstance(value, date):
-        return value.isoformat()
-    if not isinstance(value, str) or not value.strip():
-        raise BadInputError(f"{where} must be text that is not empty, got {value!r}")
-    return value.strip()
+def rules() -> dict[str, Rule]:
+    """The exposure rule of each cause that has one."""
+    return {cause: rule for one in all_incidents().values() for cause, rule in one.exposure.items()}
 
 
-def _one_of(allowed: Iterable[str], value: Any, where: str) -> str:
-    if value not in allowed:
-        raise BadInputError(f"{where} {value!r} is not one of {', '.join(allowed)}")
-    return str(value)
+def reaches(cause: str, config: Config) -> Reach:
+    """Whether this configuration, with what follows from it, reaches a cause; `unknown` for one without a rule."""
+    rule = rules().get(cause)
+    return rule.reaches(config) if rule else Reach("unknown", f"there is no rule for the cause {cause}")
 
 
-def _table(where: str, name: str) -> str:
-    """The place of a sub-table, as a reader of the file looks for it."""
-    return f"{where.removesuffix(': top level')}: [{name}]"
+def reached(config: Config) -> dict[str, Reach]:
+    """The answer for every cause that has a rule."""
+    return {cause: rule.reaches(config) for cause, rule in rules().items()}
 
 
-def _entry(where: str, name: str, number: int, entry: Any) -> str:
-    """The place of one entry of an array of tables."""
-    id = entry.get("id") if isinstance(entry, dict) else None
-    return f"{where.removesuffix(': top level')}: [[{name}]] {repr(id) if id else f'entry {number}'}"
-
-
-def _check(incident: Incident, slug: str, file: str) -> None:
-    """What types alone cannot say: schema, slug, ids, references and version specifiers."""
-    if incident.schema != SCHEMA_VERSION:
-        raise BadInputError(f"{file}: top level: schema {incident.schema!r} is not {SCHEMA_VERSION}")
-    if incident.slug != slug:
-        raise BadInputError(f"{file}: top level: slug {incident.slug!r} differs from its folder {slug!r}")
-    for table in ("hypotheses", "claims", "causes", "workarounds"):
-        _check_unique([entry.id for entry in getattr(incident, table)], f"{file}: [[{table}]]")
-    causes, workarounds = ({e.id for e in t} for t in (incident.causes, incident.workarounds))
-    for hypothesis in incident.hypotheses:
-        _check_known(hypothesis.causes, causes, f"{file}: [[hypotheses]] {hypothesis.id!r}: causes")
-    for claim in incident.claims:
-        _check_known([claim.cause] if claim.cause else [], causes, f"{file}: [[claims]] {claim.id!r}: cause")
-    for cause in incident.causes:
-        _check_known(cause.workarounds, workarounds, f"{file}: [[causes]] {cause.id!r}: workarounds")
-        _check_specifier(cause.affected, f"{file}: [[causes]] {cause.id!r}: affected")
-
-
-def _check_unique(ids: list[str], where: str) -> None:
-    for id in ids:
-        if ids.count(id) > 1:
-            raise BadInputError(f"{where} {id!r}: the id stands twice")
-
-
-def _check_known(ids: Iterable[str], known: set[str], where: str) -> None:
-    for id in ids:
-        if id not in known:
+@cache
+def _all(folders: str) -> Mapping[str, Incident]:
+    found: dict[str, Incident] = {}
+    for one in (*_own(), *_announced(), *_in_folders(folders)):
+        if one.slug in found:
             raise BadInputError(
-                f"{where}: {id!r} is not defined; defined: {', '.join(sorted(known)) or 'none'}"
+                f"two incidents are called {one.slug!r}: {found[one.slug].package} and {one.package}"
             )
+        found[one.slug] = one
+    return MappingProxyType(dict(sorted(found.items())))
 
 
-def _check_specifier(text: str, where: str) -> None:
+def _own() -> Iterator[Incident]:
+    from specmortem import incidents
+
+    for module in pkgutil.iter_modules(incidents.__path__):
+        yield _exported(f"{incidents.__name__}.{module.name}")
+
+
+def _announced() -> Iterator[Incident]:
+    for point in metadata.entry_points(group=GROUP):
+        yield _exported(point.value.partition(":")[0])
+
+
+def _in_folders(folders: str) -> Iterator[Incident]:
+    """Each directory goes onto the import path, and into that of the processes that this one starts."""
+    for folder in filter(None, folders.split(os.pathsep)):
+        place = Path(folder).expanduser().resolve()
+        if not place.is_dir():
+            raise BadInputError(f"{FOLDERS_VARIABLE}: {folder} is not a directory")
+        if str(place) not in sys.path:
+            sys.path.append(str(place))
+        for entry in sorted(place.glob(f"*/{fact_files.FILE_NAME}")):
+            yield _exported(entry.parent.name)
+
+
+def _exported(module: str) -> Incident:
     try:
-        SpecifierSet(text)
-    except InvalidSpecifier as error:
-        raise BadInputError(f"{where} {text!r} is not a version specifier such as '>=0.20.1'") from error
+        one = importlib.import_module(module).INCIDENT
+    except (ImportError, AttributeError) as error:
+        raise BadInputError(f"{module} exports no INCIDENT: {error}") from error
+    if not isinstance(one, Incident):
+        raise BadInputError(f"{module}.INCIDENT is {type(one).__name__}, not an Incident")
+    return one

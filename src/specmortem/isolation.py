@@ -32,7 +32,7 @@ from typing import Any, Literal, cast, get_args
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specmortem import _nursery
+from specmortem import _forkserver as _nursery
 from specmortem.errors import BadInputError, UnavailableError
 
 Device = Literal["sim", "cuda"]
@@ -46,7 +46,7 @@ Kind = Literal[
     "out-of-memory",
     "python-error",
 ]
-STDERR_TAIL = 4000  # characters of an `Ended`
+STDERR_TAIL = 4000  # characters of an `ArmResult`
 LINE_SHOWN = 200  # characters of the stderr line in the message of a death
 STDERR_READ = 1 << 16  # bytes that the kind of an abort is judged on
 MOST_PARALLEL = 8
@@ -121,7 +121,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ArmResult:
     """How an arm ended: `value` for kind "value", else `message`: an exception's text or a signal's name."""
 
     arm: Arm
@@ -132,7 +132,7 @@ class Ended:
     seconds: float = 0.0
 
 
-def run_arm(arm: Arm, *, memory_bytes: int | None = None) -> Ended:
+def run_arm(arm: Arm, *, memory_bytes: int | None = None) -> ArmResult:
     """Run one arm; see `run_arms`."""
     return run_arms([arm], memory_bytes=memory_bytes)[0]
 
@@ -144,8 +144,8 @@ def run_arms(
     cuda_parallel: int = 1,
     progress: bool = False,
     memory_bytes: int | None = None,
-    on_end: Callable[[Ended], None] | None = None,
-) -> list[Ended]:
+    on_end: Callable[[ArmResult], None] | None = None,
+) -> list[ArmResult]:
     """Run each arm in a process of its own; the outcomes are in the order of `arms`.
 
     `parallel` simulated arms run at a time (by default one a CPU, at most 8), and `cuda_parallel` CUDA arms: more than
@@ -164,7 +164,7 @@ def run_arms(
     requests = [arm.request(memory_bytes) for arm in arms]
     if not arms:
         return []
-    ended: dict[int, Ended] = {}
+    ended: dict[int, ArmResult] = {}
     with _bar(len(arms), progress) as advance, closing(_outcomes(arms, requests, limits)) as outcomes:
         for index, end in outcomes:
             ended[index] = end
@@ -176,7 +176,7 @@ def run_arms(
 
 def _outcomes(
     arms: Sequence[Arm], requests: Sequence[str], limits: Mapping[Device, int]
-) -> Generator[tuple[int, Ended], None, None]:
+) -> Generator[tuple[int, ArmResult], None, None]:
     """(index, outcome) of each arm as it ends; one device after the other, each under a supervisor of its own."""
     for device, limit in limits.items():
         indices = [index for index, arm in enumerate(arms) if arm.device == device]
@@ -187,7 +187,7 @@ def _outcomes(
 
 def _supervised(
     supervisor: _Supervisor, arms: Sequence[Arm], requests: Sequence[str], indices: Sequence[int], limit: int
-) -> Iterator[tuple[int, Ended]]:
+) -> Iterator[tuple[int, ArmResult]]:
     """Keep `limit` arms running until all have ended."""
     waiting, pending, first = deque(indices), set(indices), supervisor.started
 
@@ -256,19 +256,19 @@ class _Supervisor:
         line = self.reports.readline()
         return cast("dict[str, Any]", json.loads(line)) if line.endswith("\n") else None
 
-    def collect(self, arm: Arm, report: Mapping[str, Any]) -> Ended:
+    def collect(self, arm: Arm, report: Mapping[str, Any]) -> ArmResult:
         """The outcome that a report and the files of its arm amount to; removes the files."""
         folder = self.folder / str(report["index"])
         stderr = _end_of(folder / "stderr")
         kind, value, message = _judge(arm, report, folder / "record.json", stderr)
         shutil.rmtree(folder, ignore_errors=True)
-        return Ended(arm, kind, value, message, stderr[-STDERR_TAIL:], report.get("seconds", 0.0))
+        return ArmResult(arm, kind, value, message, stderr[-STDERR_TAIL:], report.get("seconds", 0.0))
 
-    def lost(self, arm: Arm) -> Ended:
+    def lost(self, arm: Arm) -> ArmResult:
         """The outcome of an arm whose supervisor is gone."""
         how = _exit_text(self.process.wait())
         message = f"the supervisor process {how} before this arm ended; run the arm again"
-        return Ended(arm, "python-error", message=message, stderr_tail=_end_of(self.log)[-STDERR_TAIL:])
+        return ArmResult(arm, "python-error", message=message, stderr_tail=_end_of(self.log)[-STDERR_TAIL:])
 
     def close(self) -> None:
         """End the supervisor and, should it not have done so itself, whatever it started."""
@@ -464,6 +464,18 @@ def _end_of(path: Path) -> str:
     except OSError:
         return ""
     return re.sub(r"^Extension modules: .*\n?", "", text, flags=re.MULTILINE)
+
+
+def target_of(function: Callable[..., Any] | str) -> str:
+    """A function as the target of an arm, `package.module:function`; text is taken as it is.
+
+    Raises BadInputError for one that another process cannot import, such as a lambda or a function of a notebook.
+    """
+    if isinstance(function, str):
+        return function
+    target = f"{function.__module__}:{function.__qualname__}"
+    _check_target(target)
+    return target
 
 
 def _check_target(target: str) -> None:

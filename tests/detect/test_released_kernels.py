@@ -1,13 +1,14 @@
 """Cases a to h: the detector on released kernels, with inputs that are good, and bad in one way."""
 
-import align
 import pytest
 import torch
+from incidents.pp_align_copy import align
 
-from specmortem import probes, upstream
+from specmortem import upstream
 from specmortem.detect import bounds
 from specmortem.errors import UnavailableError
-from specmortem.probes import dflash_oob
+from specmortem.incidents.dflash_oob import probe as dflash_oob
+from specmortem.upstream import vllm_files
 
 pytestmark = [pytest.mark.network, pytest.mark.usefixtures("interpreted")]
 MAMBA = "vllm/v1/worker/mamba_utils.py"
@@ -25,8 +26,8 @@ def released(version: str, paths: list[str]):
 
 @pytest.fixture(scope="module")
 def v1():
-    tree = released("0.33.0", [probes.UTILS])
-    return dflash_oob._v1(upstream.lift(tree, probes.UTILS, probes.V1).function)
+    tree = released("0.33.0", [vllm_files.UTILS])
+    return dflash_oob._v1(upstream.lift(tree, vllm_files.UTILS, vllm_files.V1).function)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +68,17 @@ def test_case_e_clamp_hides_a_position_past_the_table(v1):
 
 
 def test_case_e_without_the_clamp_the_next_request_is_read(v1, tmp_path):
-    text = released("0.33.0", [probes.UTILS]).fetch([probes.UTILS])[probes.UTILS].read_text(encoding="utf-8")
+    text = (
+        released("0.33.0", [vllm_files.UTILS])
+        .fetch([vllm_files.UTILS])[vllm_files.UTILS]
+        .read_text(encoding="utf-8")
+    )
     clamp = "block_num = tl.minimum(block_num, block_table_stride - 1)"
     assert text.count(clamp) >= 1
-    target = tmp_path / probes.UTILS
+    target = tmp_path / vllm_files.UTILS
     target.parent.mkdir(parents=True)
     target.write_text(text.replace(clamp, "block_num = block_num"))
-    lifted = upstream.lift(upstream.resolve(f"tree:{tmp_path}"), probes.UTILS, probes.V1)
+    lifted = upstream.lift(upstream.resolve(f"tree:{tmp_path}"), vllm_files.UTILS, vllm_files.V1)
     unclamped = dflash_oob._v1(lifted.function)
     (report, *_) = unclamped(dflash_oob.batch([[60, 61, 62, 63], [40, 41, 42, 43]]), 8).reports
     assert report.lies == "block_table[16] of request 1"
@@ -123,7 +128,7 @@ def test_case_g_column_8399_of_123(mamba):
     ("accepted", "owner"), [([0, 1, 1], "nothing"), ([1, 0, 1], "of request 0"), ([1, 5, 1], "of request 2")]
 )
 def test_case_h_accepted_count_outside_its_row(accepted, owner):
-    tree = released("0.33.0", [*probes.GATING])
+    tree = released("0.33.0", [*vllm_files.GATING])
     run = dflash_oob._lookup_launcher(dflash_oob.Subject("vllm==0.33.0", "cpu", {}, {}, tree))
     (report, *_) = run(accepted)
     assert report.tensor == "ssm_state_indices" and owner in report.lies
@@ -141,21 +146,23 @@ def test_silent_on_released_kernels_with_good_inputs(record_property):
 def good_launches(version: str):
     """(name, run) of launches believed correct; `run` returns the reports."""
     paths = [
-        probes.UTILS,
-        probes.V2_SPECULATOR,
+        vllm_files.UTILS,
+        vllm_files.V2_SPECULATOR,
         "vllm/v1/worker/gpu/cp_utils.py",
-        probes.CONV,
+        vllm_files.CONV,
         MAMBA,
-        *probes.GATING,
+        *vllm_files.GATING,
     ]
     tree = released(version, paths)
     batches = {
         "three requests": dflash_oob.batch([[4, 5, 6], [20, 21, 22, 23], [0]], rejected=[1, 2, 0]),
         "no rejection": dflash_oob.batch([[10, 11], [40, 41, 42, 43]]),
     }
-    runs = {probes.V1: dflash_oob._v1(upstream.lift(tree, probes.UTILS, probes.V1).function)}
-    if tree.has(probes.V2_SPECULATOR):
-        runs[probes.V2] = dflash_oob._v2(upstream.lift(tree, probes.V2_SPECULATOR, probes.V2).function)
+    runs = {vllm_files.V1: dflash_oob._v1(upstream.lift(tree, vllm_files.UTILS, vllm_files.V1).function)}
+    if tree.has(vllm_files.V2_SPECULATOR):
+        runs[vllm_files.V2] = dflash_oob._v2(
+            upstream.lift(tree, vllm_files.V2_SPECULATOR, vllm_files.V2).function
+        )
     for name, run in runs.items():
         for label, batch in batches.items():
             yield f"{name}, {label}", lambda run=run, batch=batch: list(run(batch, 16).reports)
@@ -172,7 +179,7 @@ def good_launches(version: str):
 
 
 def next_token(tree):
-    kernel = upstream.lift(tree, probes.UTILS, "eagle_prepare_next_token_padded_kernel").function
+    kernel = upstream.lift(tree, vllm_files.UTILS, "eagle_prepare_next_token_padded_kernel").function
     sampled = torch.tensor([[5, 6, -1, -1], [7, -1, -1, -1]], dtype=torch.int32)
     out = [torch.zeros(2, dtype=torch.int32) for _ in range(2)]
     with bounds.watch() as watch:
@@ -193,7 +200,7 @@ def next_token(tree):
 
 
 def prepare_inputs(tree):
-    kernel = upstream.lift(tree, probes.UTILS, "eagle_prepare_inputs_padded_kernel").function
+    kernel = upstream.lift(tree, vllm_files.UTILS, "eagle_prepare_inputs_padded_kernel").function
     counts = torch.tensor([3, 6], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
     out = [torch.zeros(2, dtype=torch.int32) for _ in range(2)]
     with bounds.watch() as watch:

@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 
 import pytest
-import toy_repository as toy
 from nbformat import v4
+from report import toy_repository as toy
 
-from specmortem import incident
+from specmortem import facts as fact_files
 from specmortem.report import html
 from specmortem.report.html import Run
 from specmortem.report.summary import summarize
@@ -64,7 +64,7 @@ def requested(log: Path) -> list[str]:
 
 @pytest.fixture
 def facts(tmp_path):
-    return incident.load("toy", toy.repository(tmp_path))
+    return fact_files.load("toy", toy.repository(tmp_path))
 
 
 def test_a_postmortem_is_silent_and_stays_offline(facts, tmp_path):

@@ -2,10 +2,10 @@
 
 import nbformat
 import pytest
-import toy_repository as toy
 from nbformat import v4
+from report import toy_repository as toy
 
-from specmortem import incident
+from specmortem import facts as fact_files
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.report import html
 from specmortem.report.html import Run, check_self_contained
@@ -22,7 +22,7 @@ SVG = (
 
 @pytest.fixture
 def facts(tmp_path):
-    return incident.load("toy", toy.repository(tmp_path))
+    return fact_files.load("toy", toy.repository(tmp_path))
 
 
 def results():

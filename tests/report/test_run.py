@@ -17,11 +17,11 @@ import nbformat
 import papermill.engines
 import papermill.execute
 import pytest
-import toy_repository as toy
 from click.testing import CliRunner
 from jupyter_core.utils import ensure_event_loop
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NotebookExecutionManager
+from report import toy_repository as toy
 
 from specmortem.cli import main
 from specmortem.report.html import check_self_contained

@@ -1,9 +1,9 @@
 """What the summary computes from rows."""
 
 import pytest
-import toy_repository as toy
+from report import toy_repository as toy
 
-from specmortem import incident
+from specmortem import facts as fact_files
 from specmortem.errors import BadInputError
 from specmortem.report.summary import broken_expectations, joint, spans, summarize
 from specmortem.verdict import DeviceInfo, Evidence, Results, Row
@@ -13,7 +13,7 @@ SIM, CUDA = DeviceInfo("sim", "simulated"), DeviceInfo("cuda", "a GPU")
 
 @pytest.fixture
 def facts(tmp_path):
-    return incident.load("toy", toy.repository(tmp_path))
+    return fact_files.load("toy", toy.repository(tmp_path))
 
 
 def row(outcome, subject="before", arm="before", cause="past-end", seed=0, runs=4):

@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from specmortem.cli import main
-from specmortem.probes import V2_SPECULATOR
+from specmortem.upstream.vllm_files import V2_SPECULATOR
 
 
 def probe(subject):

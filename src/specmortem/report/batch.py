@@ -20,9 +20,9 @@ import nbformat
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from specmortem import incident as incidents
+from specmortem import facts as fact_files
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
-from specmortem.incident import Incident
+from specmortem.facts import Facts
 from specmortem.report import html
 from specmortem.report.html import EXECUTED, INDEX, OVERVIEW, PAGE, RESULTS, Run, Status
 from specmortem.report.kernel import execute
@@ -57,7 +57,7 @@ class _Job:
 
     slug: str
     notebook: Path
-    incident: Incident | None
+    incident: Facts | None
     parameters: Mapping[str, Any]
     problem: str = ""
 
@@ -80,7 +80,7 @@ def run(
     UnavailableError when `out` cannot be written or nbconvert is incomplete.
     """
     html.exporter()
-    root, out = root or incidents.find_root(), out.absolute()
+    root, out = root or fact_files.find_root(), out.absolute()
     standard = {"device": device, "quick": quick, "results_dir": str(out)}
     jobs = [_job(slug, root, params or {}, standard) for slug in slugs]
     _claim(out, slugs)
@@ -100,14 +100,14 @@ def write_index(out: Path, root: Path) -> Path:
         run = Run.of(html.read_notebook(executed), executed)
         results = executed.with_name(RESULTS)
         loaded = Results.load(results) if results.exists() else None
-        incident = None if run.slug == OVERVIEW else incidents.load(run.slug, root)
+        incident = None if run.slug == OVERVIEW else fact_files.load(run.slug, root)
         entries.append((run, summarize(incident, loaded, run.date) if incident else None))
     return write_atomically(out / INDEX, html.index_page(entries))
 
 
 def _job(slug: str, root: Path, params: Mapping[str, str], standard: Mapping[str, Any]) -> _Job:
     """What to run for a slug, with all its parameters but `results_path`."""
-    incident = None if slug == OVERVIEW else incidents.load(slug, root)
+    incident = None if slug == OVERVIEW else fact_files.load(slug, root)
     notebook = root.parent / "notebooks" / (incident.notebook if incident else OVERVIEW_NOTEBOOK)
     try:
         declared = declared_parameters(notebook)
@@ -195,7 +195,7 @@ def _judge(job: _Job, stage: Path, status: Status, reason: str) -> tuple[Status,
     return status, reason, results
 
 
-def _load_results(incident: Incident, path: Path) -> Results:
+def _load_results(incident: Facts, path: Path) -> Results:
     """The results of this run, checked; SpecmortemError when they are missing or of another incident."""
     if not path.exists():
         raise UnavailableError(f"the notebook of {incident.slug} wrote no {RESULTS} to its results_path")

@@ -17,9 +17,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from nbconvert.exporters import HTMLExporter
 
-from specmortem import incident as incidents
+from specmortem import facts as fact_files
 from specmortem.errors import BadInputError, UnavailableError
-from specmortem.incident import Incident
+from specmortem.facts import Facts
 from specmortem.report.selfcontained import check_self_contained
 from specmortem.report.summary import Summary, summarize
 from specmortem.verdict import Results, write_atomically
@@ -64,12 +64,12 @@ def render(executed: Path, out: Path | None = None, root: Path | None = None) ->
     """
     notebook = read_notebook(executed)
     run = Run.of(notebook, executed)
-    incident = None if run.slug == OVERVIEW else incidents.load(run.slug, root)
+    incident = None if run.slug == OVERVIEW else fact_files.load(run.slug, root)
     results = executed.with_name(RESULTS)
     loaded = Results.load(results) if results.exists() else None
     older = ""
     if incident:
-        source = (root or incidents.find_root()).parent / "notebooks" / incident.notebook
+        source = (root or fact_files.find_root()).parent / "notebooks" / incident.notebook
         older = changes(notebook, read_notebook(source)) if source.exists() else ""
     return write_atomically(out or executed.with_name(PAGE), page(notebook, incident, loaded, run, older))
 
@@ -99,7 +99,7 @@ def read_notebook(path: Path) -> Any:
         raise BadInputError(f"{path} is not a notebook: {error}") from error
 
 
-def page(notebook: Any, incident: Incident | None, results: Results | None, run: Run, older: str = "") -> str:
+def page(notebook: Any, incident: Facts | None, results: Results | None, run: Run, older: str = "") -> str:
     """The whole page; `older` says what is newer than it.
 
     Raises BadInputError when an output of the notebook would fetch or run something.
@@ -117,7 +117,7 @@ def page(notebook: Any, incident: Incident | None, results: Results | None, run:
     return _self_contained(text, run.slug)
 
 
-def summary_html(incident: Incident, results: Results | None, date: str = "") -> str:
+def summary_html(incident: Facts, results: Results | None, date: str = "") -> str:
     """The summary box alone, for display in a notebook."""
     return str(_template("summary.html.j2").render(summary=summarize(incident, results, date)))
 

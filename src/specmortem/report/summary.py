@@ -10,7 +10,7 @@ from itertools import groupby
 from packaging.version import Version
 
 from specmortem.errors import BadInputError
-from specmortem.incident import GRADE_MEANING, Cause, Claim, Incident
+from specmortem.facts import GRADE_MEANING, Cause, Claim, Facts
 from specmortem.verdict import Outcome, Results, Row
 
 SYMBOL: Mapping[str, str] = {"fault": "✗", "clean": "✓", "not-judged": "–", "not-run": "·", "controls": "·"}
@@ -92,7 +92,7 @@ class CauseLine:
 class Summary:
     """The content of the summary box; `results` is None where the run left none."""
 
-    incident: Incident
+    incident: Facts
     results: Results | None
     lines: tuple[CauseLine, ...]
     date: str
@@ -131,7 +131,7 @@ class Summary:
         return sum(row.outcome == outcome for row in self.rows)
 
 
-def summarize(incident: Incident, results: Results | None, date: str = "") -> Summary:
+def summarize(incident: Facts, results: Results | None, date: str = "") -> Summary:
     """The summary of an incident after a run.
 
     Raises BadInputError when a row names a cause that the incident does not have.
@@ -147,7 +147,7 @@ def summarize(incident: Incident, results: Results | None, date: str = "") -> Su
     return Summary(incident, results, lines, date)
 
 
-def broken_expectations(incident: Incident, results: Results) -> list[str]:
+def broken_expectations(incident: Facts, results: Results) -> list[str]:
     """Why these results contradict the postmortem: before must fault, after must not.
 
     A cause that needs a GPU may stay unjudged on the simulated device.
@@ -215,7 +215,7 @@ def _before(rows: list[Row]) -> Cell:
     return arm
 
 
-def _broken(row: Row, incident: Incident, results: Results) -> str:
+def _broken(row: Row, incident: Facts, results: Results) -> str:
     """Why this row breaks an expectation; empty when it does not."""
     excused = (
         row.outcome == "not-judged"

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from IPython.display import HTML
 
-from specmortem import incident
+from specmortem import facts
 from specmortem.verdict import Evidence, Results, Row, read_json
 
 MARKS = {
@@ -81,19 +81,19 @@ def _told(evidence: Evidence) -> str:
 def latest_results(slug: str, results_dir: Path, root: Path | None = None) -> Path | None:
     """The results of this run, else those of a committed reference run, a GPU's first; None when there are none."""
     fresh = results_dir / slug / "results.json"
-    committed = sorted(((root or incident.find_root()) / slug / "runs").glob("*/results.json"))
+    committed = sorted(((root or facts.find_root()) / slug / "runs").glob("*/results.json"))
     return fresh if fresh.exists() else next(iter(committed), None)
 
 
 def committed_rows(slug: str, run: str = "cuda", root: Path | None = None) -> tuple[Row, ...]:
     """Rows of a committed reference run, `investigations/SLUG/runs/RUN`; none where there is no such run."""
-    path = (root or incident.find_root()) / slug / "runs" / run / "results.json"
+    path = (root or facts.find_root()) / slug / "runs" / run / "results.json"
     return Results.load(path).rows if path.exists() else ()
 
 
 def memcheck_table(slug: str, root: Path | None = None) -> HTML:
     """What compute-sanitizer said in the committed GPU run, or that there is none."""
-    path = (root or incident.find_root()) / slug / "runs" / "cuda" / "memcheck.json"
+    path = (root or facts.find_root()) / slug / "runs" / "cuda" / "memcheck.json"
     if not path.exists():
         return HTML("<p>not yet run on a GPU</p>")  # type: ignore[no-untyped-call]
     return shown(read_json(path, "benchmarks/memcheck_*.py"))

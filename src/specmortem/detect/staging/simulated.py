@@ -24,14 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from specmortem import device as devices
 from specmortem.detect.staging.order import Access
-from specmortem.detect.staging.torch_calls import (
-    Interceptor,
-    TorchWatch,
-    copy_ends,
-    is_view,
-    touched,
-    waits,
-)
+from specmortem.detect.staging.torch_calls import Interceptor, TorchWatch, copy_ends, is_view, touched, waits
 from specmortem.device import HostBuffer, Op, Region, Schedule
 from specmortem.device.schedules import named
 from specmortem.errors import BadInputError

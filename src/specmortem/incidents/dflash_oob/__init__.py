@@ -1,0 +1,83 @@
+"""DFlash, CUDA graphs and concurrency: an illegal address without a kernel's name."""
+
+from specmortem.exposure import (
+    ASYNC,
+    CONCURRENT,
+    DFLASH,
+    FULL_GRAPHS,
+    GRAPHS,
+    HYBRID,
+    NEVER_SEEN,
+    OLD_LOOKAHEAD,
+    SPECULATION,
+    V1,
+    V2,
+    Rule,
+)
+from specmortem.incident import Campaign, Incident, Probe
+from specmortem.upstream import vllm_files as files
+
+
+def _v1(cause: str, title: str) -> Probe:
+    return Probe(cause, title, ((files.UTILS,),), (files.V1,))
+
+
+def _v2(cause: str, title: str) -> Probe:
+    return Probe(cause, title, ((files.V2_SPECULATOR,),), (files.V2,))
+
+
+INCIDENT = Incident(
+    slug="dflash-oob",
+    package=__name__,
+    probes=(
+        _v1("v1-rejected-equals-context", "V1: the last valid position of a request without one"),
+        Probe(
+            "stale-block-id",
+            "a block id behind the allocated prefix is used",
+            ((files.UTILS,),),
+            (files.V1,),
+            also=((files.V2_SPECULATOR, files.V2),),
+        ),
+        _v2("v2-null-block", "V2: the null block is taken for a slot"),
+        _v2("v2-rejected-context-slots", "V2: rejected context rows keep their slots"),
+        _v2("v2-past-max-len", "V2: positions and lengths past max_model_len"),
+        _v2("v2-slot-past-max-len", "V2: positions past max_model_len write into the last block"),
+        _v2("v2-stale-tail", "V2: padded rows of a replayed graph reach live state"),
+        Probe(
+            "gdn-unbounded-accepted",
+            "an accepted count outside 1 … K + 1 indexes another row",
+            (files.GATING, (files.CONV,)),
+            ("fused_sigmoid_gating_delta_rule_update", "causal_conv1d_update"),
+            needs="interpreter",
+        ),
+        Probe(
+            "recovered-token-out-of-vocab",
+            "a NaN row recovers a token id outside the vocabulary",
+            ((files.REJECTION,),),
+            ("sample_recovered_tokens_kernel",),
+            needs="cuda",
+            why="the interpreter's maximum treats NaN as numpy does",
+        ),
+    ),
+    exposure={
+        "v1-rejected-equals-context": Rule((V1, DFLASH), "a request whose whole context is rejected"),
+        "stale-block-id": Rule((DFLASH, OLD_LOOKAHEAD)),
+        "stale-graph-tail": Rule((V1, DFLASH, NEVER_SEEN)),
+        "capture-below-buffer": Rule((V1, DFLASH, NEVER_SEEN)),
+        "v2-null-block": Rule((V2, DFLASH), "evicted or unallocated columns"),
+        "v2-rejected-context-slots": Rule((V2, DFLASH), "any rejection"),
+        "v2-past-max-len": Rule((V2, DFLASH), "a request near max_model_len"),
+        "v2-slot-past-max-len": Rule((V2, DFLASH), "a request near max_model_len"),
+        "v2-stale-tail": Rule((V2, DFLASH, FULL_GRAPHS), "a padded batch size"),
+        "gdn-unbounded-accepted": Rule((V1, HYBRID, SPECULATION), "an accepted count of 0 or above K + 1"),
+        "recovered-token-out-of-vocab": Rule((V1, SPECULATION), "NaN logits and random sampling"),
+        "count-to-lookup-chain": Rule(
+            (V1, HYBRID, SPECULATION, ASYNC, GRAPHS, CONCURRENT), "requests that come and go"
+        ),
+    },
+    campaigns={
+        "v1-rejected-equals-context": Campaign(
+            f"{__name__}.arms:random_states", "states", kwargs={"launches": 2, "requests": 16}
+        )
+    },
+)

@@ -1,0 +1,538 @@
+"""Arms of incident `dflash-oob`: candidate causes under the reporter's controls, and the long runs of `after`.
+
+Every function takes JSON-able arguments, runs in a process of its own and returns a dictionary with `effect`: what a
+user would have seen. On the simulator `illegal-address` means an access outside every storage of the device's tensors;
+on CUDA the process dies of it and the caller's isolation says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+
+from specmortem import device as devices
+from specmortem.detect import bounds
+from specmortem.device import Device, Stream
+from specmortem.errors import BadInputError
+from specmortem.incidents.dflash_oob import kernels as dflash_inputs
+from specmortem.incidents.dflash_oob import probe as dflash_probes
+from specmortem.incidents.dflash_oob.kernels import Arm, DFlashBatch, DFlashInputs
+from specmortem.incidents.dflash_oob.lookup_loop import LoopConfig, SpecLoop
+from specmortem.incidents.dflash_oob.proposer import DFlashConfig, DFlashProposer, foreign_writes
+from specmortem.upstream.vllm_files import V1
+
+CANDIDATES = (
+    "input-kernel",
+    "stale-graph-tail",
+    "stale-graph-tail-k3",
+    "buffer-1024-capture-512",
+    "stale-block-id",
+    "gdn-lookup",
+    "count-to-lookup-chain",
+)
+CONTROLS = ("graphs", "eager", "no-dflash", "launch-blocking", "one-request")
+REPORTED = {
+    "graphs": "illegal-address",
+    "eager": "clean",
+    "no-dflash": "clean",
+    "launch-blocking": "clean",
+    "one-request": "clean",
+}
+NEGATIVE_GARBAGE = -(1 << 30)
+NULL_ID = 0
+
+
+def consistent(effects: dict[str, str]) -> bool:
+    """Whether a candidate's effects under the five controls are those that were reported."""
+    return all(effects[control] == REPORTED[control] for control in CONTROLS)
+
+
+def control(
+    candidate: str, control: str, device: str = "sim", seed: int = 0, transitions: int = 60
+) -> dict[str, Any]:
+    """One cell of the table causes x controls; without DFlash every candidate leaves the target loop alone to run.
+
+    Raises BadInputError for a name outside CANDIDATES or CONTROLS.
+    """
+    if candidate not in CANDIDATES or control not in CONTROLS:
+        raise BadInputError(
+            f"no cell {candidate!r} x {control!r}; candidates {CANDIDATES}, controls {CONTROLS}"
+        )
+    if control == "no-dflash":
+        return _chain(control, device, seed, transitions)
+    if candidate in _LOOPS:
+        return _LOOPS[candidate](control, device, seed, transitions)
+    return _PROPOSER[candidate](control, _open(device, control))
+
+
+def _open(device: str, control: str, seed: int = 0) -> Device:
+    """The device under a control; on CUDA launch blocking is the process's environment."""
+    if device == "cuda":
+        return devices.open("cuda")
+    return devices.open("sim", schedule="immediate" if control == "launch-blocking" else "timed", seed=seed)
+
+
+def _watch(dev: Device) -> AbstractContextManager[bounds.Watch | None]:
+    return bounds.watch(perform_mapped=True) if dev.kind == "sim" else nullcontext()
+
+
+def _effect(watch: bounds.Watch | None, corrupted: bool) -> dict[str, Any]:
+    """What a user sees: a fault where an access left all memory, else silent damage, else nothing."""
+    wild = next((r for r in watch.reports if not r.mapped), None) if watch else None
+    if wild is not None:
+        return {"effect": "illegal-address", "why": str(wild)}
+    return {
+        "effect": "corruption" if corrupted else "clean",
+        "why": "another request's cache changed" if corrupted else "",
+    }
+
+
+class _Drafting:
+    """A proposer with requests whose blocks are known, so that writes into someone else's cache show."""
+
+    def __init__(
+        self,
+        dev: Device,
+        arm: Arm,
+        control: str,
+        k: int,
+        *,
+        fill_tail: bool = True,
+        seqs: int = 4,
+        largest_graph: int = 512,
+    ) -> None:
+        self.dev, self.control = dev, control
+        self.config = DFlashConfig(
+            seqs, k, num_cache_blocks=2 + seqs * 16, max_num_tokens=seqs * (k + 1) + 64
+        )
+        self.proposer = DFlashProposer(dev, self.config, arm, fill_tail=fill_tail)
+        self.stream: Stream = dev.stream("main")
+        rows = torch.arange(1, 1 + seqs * 16, dtype=torch.int32).reshape(seqs, 16)
+        self.table = rows.to(dev.torch_device)
+        self.positions_storage = torch.full(
+            (8 + self.config.max_num_tokens,), NEGATIVE_GARBAGE, device=dev.torch_device
+        )
+        if control != "eager":
+            sizes = [s for s in self.proposer.sizes if s <= min(self.config.max_query_tokens, largest_graph)]
+            self.proposer.capture(sizes, self.stream)
+
+    def blocks(self) -> torch.Tensor:
+        """The cache as [blocks, block size, head size]."""
+        return self.proposer.kv.view(-1, self.config.block_size, self.proposer.kv.shape[1])
+
+    def foreign(self, snapshot: torch.Tensor, requests: int) -> list[int]:
+        """Blocks that changed since `snapshot` and belong to no live request."""
+        owner = [-1, *(block // 16 for block in range(self.config.max_num_seqs * 16)), -1]
+        return foreign_writes(snapshot, self.proposer.kv, owner, self.config.block_size, set(range(requests)))
+
+    def batch(
+        self, requests: int, *, context: int = 4, start: int = 10, rejected: list[int] | None = None
+    ) -> DFlashBatch:
+        """A batch of equal requests; their positions stand behind a word of negative garbage."""
+        where, n = self.dev.torch_device, requests * context
+        positions = self.positions_storage[8 : 8 + n]
+        positions.copy_(torch.arange(start, start + context).repeat(requests))
+        i32: dict[str, Any] = {"dtype": torch.int32, "device": where}
+        return DFlashBatch(
+            next_token_ids=torch.arange(1, 1 + requests, **i32),
+            target_positions=positions,
+            query_start_loc=torch.arange(0, n + 1, context, **i32),
+            num_rejected=torch.tensor(rejected or [0] * requests, **i32),
+            block_table=self.table[:requests],
+            num_blocks=torch.full((requests,), self.config.num_columns, **i32),
+            block_size=self.config.block_size,
+            max_model_len=self.config.max_model_len,
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            mask_token_id=self.config.mask_token_id,
+        )
+
+    def step(self, batch: DFlashBatch) -> None:
+        """Draft once and wait."""
+        self.proposer.block_table[: batch.num_reqs].copy_(batch.block_table)
+        self.dev.synchronize()
+        widest = max(batch.target_positions.shape[0] // batch.num_reqs, batch.num_query_per_req)
+        self.proposer.propose(batch, self.stream, widest=widest)
+        self.dev.synchronize()
+
+
+def _input_kernel(control: str, dev: Device) -> dict[str, Any]:
+    """K = 15 and all context rows of request 0 rejected: the position before its first row is taken for its last."""
+    drafting = _Drafting(dev, "before", control, 15, seqs=2)
+    requests = 1 if control == "one-request" else 2
+    with _watch(dev) as watch:
+        drafting.step(drafting.batch(requests, rejected=[4] + [0] * (requests - 1)))
+    slots = drafting.proposer.buffers.query_slots[: drafting.config.num_query_per_req]
+    return _effect(watch, corrupted=bool((slots >= 0).any()))
+
+
+def _stale_tail(k: int) -> Callable[[str, Device], dict[str, Any]]:
+    """Four requests, then three in the same buffers without a fill: what the fourth's slots say is written again."""
+
+    def run(control: str, dev: Device) -> dict[str, Any]:
+        drafting = _Drafting(dev, "before", control, k, fill_tail=False)
+        blocks = drafting.blocks()
+        many, few = (1, 1) if control == "one-request" else (4, 3)
+        with _watch(dev) as watch:
+            drafting.step(drafting.batch(many))
+            blocks[1 + 16 * few :] = 7.0
+            snapshot = drafting.proposer.kv.clone()
+            drafting.step(drafting.batch(few, start=30))
+        foreign = drafting.foreign(snapshot, few)
+        return _effect(watch, corrupted=bool(foreign)) | {"foreign_blocks": foreign}
+
+    return run
+
+
+def _buffer_against_capture(control: str, dev: Device) -> dict[str, Any]:
+    """max_num_seqs 64, K = 15: 1,024 query rows, graphs up to 512; 34 requests make 544 tokens."""
+    requests = 1 if control == "one-request" else 34
+    drafting = _Drafting(dev, "before", control, 15, seqs=64, largest_graph=16)
+    with _watch(dev) as watch:
+        snapshot = drafting.proposer.kv.clone()
+        drafting.step(drafting.batch(requests))
+    foreign = drafting.foreign(snapshot, requests)
+    return _effect(watch, corrupted=bool(foreign)) | {"rows": requests * 16}
+
+
+def _stale_block(control: str, dev: Device) -> dict[str, Any]:
+    """The scheduler reserved K instead of K + 1 slots; the next column still names a block that request 1 has now."""
+    drafting = _Drafting(dev, "before", control, 3, seqs=2)
+    requests = 1 if control == "one-request" else 2
+    batch = drafting.batch(requests, start=8)
+    batch.num_blocks.fill_(3)
+    drafting.table[0, 3] = drafting.table[1, 0] if requests == 2 else 33
+    taken = int(batch.block_table[0, 3])
+    with _watch(dev) as watch:
+        drafting.blocks()[taken] = 7.0
+        snapshot = drafting.proposer.kv.clone()
+        drafting.step(batch)
+    lost = bool((drafting.blocks()[taken] != snapshot.view_as(drafting.blocks())[taken]).any())
+    return _effect(watch, corrupted=lost and requests == 2)
+
+
+_PROPOSER: dict[str, Callable[[str, Device], dict[str, Any]]] = {
+    "input-kernel": _input_kernel,
+    "stale-graph-tail": _stale_tail(15),
+    "stale-graph-tail-k3": _stale_tail(3),
+    "buffer-1024-capture-512": _buffer_against_capture,
+    "stale-block-id": _stale_block,
+}
+
+
+def _loop_config(control: str, device: str, **changes: Any) -> LoopConfig:
+    """The loop under a control; on a GPU a forward must outlast what the host enqueues behind it, about 0.2 ms."""
+    config = LoopConfig(
+        graphs=control != "eager", speculative=control != "no-dflash", one_request=control == "one-request"
+    )
+    if device == "cuda":
+        config = replace(config, layers=400)
+    return replace(config, **changes)
+
+
+def _gdn_lookup(control: str, device: str, seed: int, transitions: int) -> dict[str, Any]:
+    """The count of row 0 is 0, whatever made it so: the lookup alone, without a race."""
+    dev = _open(device, control, seed)
+    loop = SpecLoop(dev, _loop_config(control, device), seed)
+    loop.warm_up()
+    with _watch(dev) as watch:
+        loop.num_accepted[0] = 0
+        dev.synchronize()
+        loop.forward_again()
+        dev.synchronize()
+    return _effect(watch, corrupted=False)
+
+
+def _chain(control: str, device: str, seed: int, transitions: int, **changes: Any) -> dict[str, Any]:
+    """From the row move that meets a copy in flight, to the lookup: up to `transitions` row moves."""
+    dev = _open(device, control, seed)
+    loop = SpecLoop(dev, _loop_config(control, device, **changes), seed)
+    with _watch(dev) as watch:
+        loop.warm_up()
+        for _ in range(transitions):
+            loop.transition()
+            if watch is not None and any(not r.mapped for r in watch.reports):
+                break
+    tally = loop.tally
+    effect = _effect(watch, corrupted=tally.wrong_counts > 0)
+    return effect | {
+        "transitions": tally.transitions,
+        "wrong_counts": tally.wrong_counts,
+        "nan_rows": tally.nan_rows,
+    }
+
+
+_LOOPS: dict[str, Callable[[str, str, int, int], dict[str, Any]]] = {
+    "gdn-lookup": _gdn_lookup,
+    "count-to-lookup-chain": _chain,
+}
+LINKS = {
+    "before": {},
+    "counts-on-device": {"counts": "device"},
+    "recovered-in-vocabulary": {"recovered": "after"},
+    "bounded-lookup": {"lookup": "after"},
+    "after": {"counts": "device", "recovered": "after", "lookup": "after"},
+}
+
+
+def chain(link: str, device: str = "sim", seed: int = 0, transitions: int = 60) -> dict[str, Any]:
+    """The chain with one link mended (a key of LINKS), graphs on and several requests."""
+    if link not in LINKS:
+        raise BadInputError(f"no link {link!r}; known: {', '.join(LINKS)}")
+    return _chain("graphs", device, seed, transitions, **LINKS[link])
+
+
+def random_batch(rng: random.Random, requests: int, k: int, device: str = "cpu") -> DFlashBatch:
+    """A batch of random request states, the bad ones among them: whole contexts rejected, stale and null ids, ends."""
+    size, columns = 4, 32
+    limit = size * columns
+    positions: list[int] = []
+    start_loc, rejected, blocks = [0], [], []
+    for _ in range(requests):
+        length = rng.randint(1, k + 1)
+        first = rng.choice((rng.randint(0, limit - length), limit - length, rng.randint(0, 8)))
+        positions += range(first, first + length)
+        start_loc.append(len(positions))
+        rejected.append(rng.choice((0, rng.randint(0, length), length)))
+        needed = -(-(first + length + k + 1) // size)
+        blocks.append(
+            min(columns, rng.choice((needed, needed, max(1, needed - 1), -(-(first + length) // size))))
+        )
+    table = torch.tensor(
+        [[rng.randint(1, 4000) for _ in range(columns)] for _ in range(requests)], dtype=torch.int32
+    )
+    for _ in range(requests // 4):
+        table[rng.randrange(requests), rng.randrange(columns)] = NULL_ID
+    i32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    return DFlashBatch(
+        next_token_ids=torch.tensor([rng.randint(0, 99) for _ in range(requests)], **i32),
+        target_positions=torch.tensor(positions, device=device),
+        query_start_loc=torch.tensor(start_loc, **i32),
+        num_rejected=torch.tensor(rejected, **i32),
+        block_table=table.to(device),
+        num_blocks=torch.tensor(blocks, **i32),
+        block_size=size,
+        max_model_len=limit,
+        num_speculative_tokens=k,
+        mask_token_id=999,
+    )
+
+
+def random_states(
+    arm: Arm, launches: int, requests: int = 64, k: int = 15, seed: int = 0, device: str = "sim"
+) -> dict[str, Any]:
+    """Many random request states to a launch; a launch faults when the detector reports or the reference disagrees.
+
+    On CUDA the kernel runs alone and is compared with the reference, which the CPU computes.
+    """
+    rng = random.Random(seed)
+    where = "cuda" if device == "cuda" else "cpu"
+    faulty, witness = 0, ""
+    for _ in range(launches):
+        batch = random_batch(rng, requests, k, where)
+        padded = requests * (k + 1) + 16
+        wrong = _wrong_requests(arm, batch, padded, device)
+        faulty += len(wrong)
+        witness = witness or next(iter(wrong.values()), "")
+    return {"states": launches * requests, "faults": faulty, "witness": witness, "seed": seed}
+
+
+def _wrong_requests(arm: Arm, batch: DFlashBatch, padded: int, device: str) -> dict[int, str]:
+    """Requests that were reported or came out different from the reference, each with the first reason."""
+    r, k = batch.num_reqs, batch.num_speculative_tokens
+    out = DFlashInputs.empty(
+        batch.target_positions.shape[0], r, k, padded, str(batch.target_positions.device)
+    )
+    found: dict[int, str] = {}
+    with dflash_probes.batch_watch(batch) if device == "sim" else nullcontext() as watch:
+        dflash_inputs.launch(arm, batch, out)
+    for report in watch.reports if watch else ():
+        found.setdefault(report.program[0], str(report))
+    expected = dflash_inputs.reference(_to_cpu(batch), padded)
+    for request in _differing(batch, out, expected):
+        found.setdefault(request, "differs from the reference")
+    return found
+
+
+def _to_cpu(batch: DFlashBatch) -> DFlashBatch:
+    moved: dict[str, Any] = {n: t.cpu() for n, t in vars(batch).items() if isinstance(t, torch.Tensor)}
+    return replace(batch, **moved)
+
+
+def _differing(batch: DFlashBatch, out: DFlashInputs, expected: DFlashInputs) -> list[int]:
+    """Requests whose queries, context or length differ; -1 stands for the padded tail."""
+    q, r = batch.num_query_per_req, batch.num_reqs
+    loc = batch.query_start_loc.cpu()
+    rows = torch.full((expected.input_ids.shape[0],), -1)
+    rows[: r * q] = torch.arange(r).repeat_interleave(q)
+    context = torch.arange(r).repeat_interleave(loc[1:] - loc[:-1])
+    owners = {"seq_lens": torch.arange(r), "sample_indices": torch.arange(r).repeat_interleave(q - 1)}
+    owners |= {"context_positions": context, "context_slots": context}
+    wrong: set[int] = set()
+    for name, value in vars(expected).items():
+        differs = vars(out)[name].cpu() != value
+        wrong |= set(owners.get(name, rows)[differs].tolist())
+    return sorted(wrong)
+
+
+def schedules(arm: Arm, guarded: bool = False, limit: int = 5000) -> dict[str, Any]:
+    """Every distinguishable schedule of three drafting steps whose counts the host stages in one pinned buffer.
+
+    `guarded` waits for the copy before the buffer is refilled, as `synchronize_input_prep` does; without it a step may
+    see the counts of a later one, and the input kernel has to stand that too. A run faults when the detector reports
+    or a block of nobody changes.
+    """
+    outcomes: dict[str, int] = {}
+    first_bad: list[int] = []
+    for choices, result in devices.enumerate_schedules(
+        lambda dev: _three_steps(dev, arm, guarded), limit=limit
+    ):
+        if isinstance(result, BaseException):
+            raise result
+        label = "clean" if result else "fault"
+        outcomes[label] = outcomes.get(label, 0) + 1
+        if not result and not first_bad:
+            first_bad = list(choices)
+    total = sum(outcomes.values())
+    return {"schedules": total, "faults": outcomes.get("fault", 0), "first_bad": first_bad}
+
+
+def _three_steps(dev: Device, arm: Arm, guarded: bool) -> bool:
+    """Two requests with K = 1, of which the second step rejects one's whole context; the host reads lengths back."""
+    proposer = DFlashProposer(
+        dev, DFlashConfig(2, 1, num_cache_blocks=10, max_model_len=16, max_num_tokens=8), arm
+    )
+    stream = dev.stream("main")
+    proposer.capture([4], stream)
+    staged = dev.host_buffer((2,), torch.int32, name="num_rejected")
+    lengths = dev.host_buffer((2,), torch.int32, name="seq_lens")
+    copied = dev.event("prepare_inputs_event")
+    batch = _small_batch(dev)
+    proposer.block_table.copy_(batch.block_table)
+    with dflash_probes.batch_watch(batch) as watch:
+        for rejected in ((0, 0), (0, 2), (1, 0)):
+            if guarded:
+                copied.synchronize()
+            staged[...] = rejected
+            dev.copy_async(batch.num_rejected, staged, stream=stream)
+            copied.record(stream)
+            proposer.propose(batch, stream, widest=2)
+            dev.copy_async(lengths, proposer.buffers.seq_lens, stream=stream)
+            lengths[...]
+        dev.synchronize()
+    nobody = proposer.kv.view(10, 4, -1)[[0, 9]]
+    return not watch.reports and not bool(nobody.any())
+
+
+def _small_batch(dev: Device) -> DFlashBatch:
+    return DFlashBatch(
+        next_token_ids=dev.tensor([1, 2], torch.int32),
+        target_positions=dev.tensor([2, 3, 6, 7], torch.int64),
+        query_start_loc=dev.tensor([0, 2, 4], torch.int32),
+        num_rejected=dev.zeros((2,), torch.int32),
+        block_table=dev.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], torch.int32),
+        num_blocks=dev.tensor([4, 4], torch.int32),
+        block_size=4,
+        max_model_len=16,
+        num_speculative_tokens=1,
+        mask_token_id=99,
+    )
+
+
+def graph_replays(
+    arm: Arm, replays: int, seed: int = 0, device: str = "cuda", k: int = 3, requests: int = 32
+) -> dict[str, Any]:
+    """Random states through the proposer with captured graphs; a replay faults when a foreign block changes."""
+    dev = devices.open(device)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    drafting = _Drafting(dev, arm, "graphs", k, seqs=requests)
+    faults = 0
+    for _ in range(replays):
+        n = rng.randint(1, requests)
+        rejected = [rng.choice((0, rng.randint(0, 4), 4)) for _ in range(n)]
+        batch = drafting.batch(n, start=rng.randint(0, 50), rejected=rejected)
+        snapshot = drafting.proposer.kv.clone()
+        drafting.step(batch)
+        faults += bool(drafting.foreign(snapshot, n))
+    return {"replays": replays, "faults": faults, "seed": seed}
+
+
+def lookup_replays(arm: Arm, replays: int, device: str = "cuda", seed: int = 0) -> dict[str, Any]:
+    """Counts 0 … K + 2 through a captured lookup whose row 0 stands behind a wild word."""
+    dev = devices.open(device)
+    rng = random.Random(seed)
+    loop = SpecLoop(dev, LoopConfig(lookup=arm, layers=0), seed)
+    stale = 0
+    with _watch(dev):
+        loop.warm_up()
+        for _ in range(replays):
+            counts = [rng.randint(0, loop.columns + 1) for _ in range(loop.num_reqs)]
+            loop.num_accepted.copy_(torch.tensor(counts, dtype=torch.int32))
+            loop.out.fill_(float("nan"))
+            loop.forward_again()
+            dev.synchronize()
+            stale += int(torch.isnan(loop.out).any())
+    return {"replays": replays, "faults": stale, "seed": seed}
+
+
+def anatomy(subject: str, rejected: list[int]) -> dict[str, Any]:
+    """One launch of a subject's input kernel over two requests, with every access that left its extent.
+
+    `subject` is `before`, `after` or `vllm==X`; for a release the V1 kernel runs.
+    """
+    kernel = next(iter(dflash_probes.subject_of(subject, "sim", (V1,)).kernels.values()))
+    batch = dflash_probes.batch([[10, 11, 12, 13], [40, 41, 42, 43]], rejected=rejected)
+    written = kernel(batch, 8)
+    return {
+        "positions": batch.target_positions.tolist(),
+        "query_start_loc": batch.query_start_loc.tolist(),
+        "rejected": rejected,
+        "query_slots": written["query_slots"],
+        "query_positions": written["query_positions"],
+        "reports": [{**vars(report), "text": str(report)} for report in written.reports],
+    }
+
+
+def landing(device: str = "sim", seed: int = 0, transitions: int = 60) -> dict[str, Any]:
+    """Traces of two row moves of the chain: the first whose count went astray, and the first whose did not."""
+    dev = _open(device, "graphs", seed)
+    loop = SpecLoop(dev, LoopConfig(), seed)
+    found: dict[str, Any] = {}
+    with _watch(dev):
+        loop.warm_up()
+        for _ in range(transitions):
+            start, wrong = len(dev.trace), loop.tally.wrong_counts
+            loop.transition()
+            label = "astray" if loop.tally.wrong_counts > wrong else "right"
+            found.setdefault(label, [vars(record) for record in dev.trace[start:]])
+            if len(found) == 2:
+                break
+    return found
+
+
+def price(device: str = "cuda", requests: int = 64, k: int = 15) -> dict[str, float]:
+    """Median microseconds of each arm's input kernel, and the ratio, from one process."""
+    rng = random.Random(0)
+    batch = random_batch(rng, requests, k, "cuda")
+    out = DFlashInputs.empty(batch.target_positions.shape[0], requests, k, requests * (k + 1), "cuda")
+    times: dict[str, list[float]] = {"before": [], "after": []}
+    for _ in range(5):
+        for arm, found in times.items():
+            run = functools.partial(dflash_inputs.launch_for, arm, batch, out, k + 1)  # type: ignore[arg-type]
+            found.append(1000 * float(triton.testing.do_bench_cudagraph(run, rep=50, return_mode="median")))
+    before, after = (statistics.median(found) for found in times.values())
+    return {"before_us": before, "after_us": after, "ratio": after / before}
+
+
+def cells() -> list[tuple[str, str]]:
+    """All cells of the table."""
+    return list(itertools.product(CANDIDATES, CONTROLS))

@@ -1,0 +1,231 @@
+"""A DFlash proposer: one pass drafts all K tokens of every request, with a captured graph over padded buffers.
+
+Buffers are sized as the engine sizes them (vllm/v1/spec_decode/dflash.py:39-61 in 0.22.1): max_num_seqs * (1 + K) query
+rows. A step launches the input kernel eagerly, fills the padded tail, writes the context's keys and values, and replays
+the graph of the next captured size. Attention is single-head with a head size of 8 over a paged cache, small enough for
+an interpreter and large enough to be corrupted like a real one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from specmortem.device import Device, Graph, Stream
+from specmortem.errors import BadInputError
+from specmortem.incidents.dflash_oob import draft_attention
+from specmortem.incidents.dflash_oob import kernels as dflash_inputs
+from specmortem.incidents.dflash_oob.draft_attention import HEAD_DIM
+from specmortem.incidents.dflash_oob.kernels import Arm, DFlashBatch, DFlashInputs
+
+
+def capture_sizes(
+    max_num_seqs: int, num_speculative_tokens: int, *, aligned: bool = True, limit: int = 512
+) -> list[int]:
+    """Token counts that get a graph (vllm/config/vllm.py:1640-1700, config/compilation.py:1464-1509 in 0.22.1).
+
+    `aligned` rounds them up to multiples of 1 + K, as is done for full graphs of uniform decode batches; `limit` is the
+    default of max_cudagraph_capture_size.
+    """
+    query_len = 1 + num_speculative_tokens
+    largest = min(max_num_seqs * query_len * 2, limit)
+    sizes = [s for s in (1, 2, 4) if s <= largest]
+    sizes += range(8, min(largest + 1, 256), 8)
+    sizes += range(256, largest + 1, 16)
+    if not aligned:
+        return sizes
+    rounded = {triton.cdiv(s, query_len) * query_len for s in sizes}
+    return sorted(s for s in rounded if s <= largest) or [query_len]
+
+
+def padded_size(num_tokens: int, sizes: list[int]) -> int | None:
+    """The captured size a batch is padded to; None when it is larger than every graph and runs eagerly."""
+    return next((s for s in sizes if s >= num_tokens), None)
+
+
+def padded_batches(
+    max_num_seqs: int, num_speculative_tokens: int, *, aligned: bool = True
+) -> dict[int, tuple[int, int]]:
+    """Batch sizes whose uniform decode step is padded at all: {num_reqs: (num_tokens, captured size)}."""
+    sizes = capture_sizes(max_num_seqs, num_speculative_tokens, aligned=aligned)
+    tokens = {n: n * (1 + num_speculative_tokens) for n in range(1, max_num_seqs + 1)}
+    found = {n: (t, padded_size(t, sizes)) for n, t in tokens.items()}
+    return {n: (t, size) for n, (t, size) in found.items() if size is not None and size != t}
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """Sizes of a proposer; `num_cache_blocks` counts the null block 0."""
+
+    max_num_seqs: int
+    num_speculative_tokens: int
+    block_size: int = 4
+    max_model_len: int = 64
+    max_num_tokens: int = 256
+    num_cache_blocks: int = 64
+    mask_token_id: int = 99
+
+    @property
+    def num_query_per_req(self) -> int:
+        """Bonus token and masks."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def max_query_tokens(self) -> int:
+        """Rows of the query buffers."""
+        return self.max_num_seqs * self.num_query_per_req
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of a block table row."""
+        return -(-self.max_model_len // self.block_size)
+
+
+class DFlashProposer:
+    """Drafts for a batch; `arm` picks the input kernel, `fill_tail` whether padded rows are told to write nowhere."""
+
+    def __init__(self, device: Device, config: DFlashConfig, arm: Arm, *, fill_tail: bool = True) -> None:
+        self.device, self.config, self.arm, self.fill_tail = device, config, arm, fill_tail
+        rows, where = config.max_query_tokens, device.torch_device
+        self.buffers = DFlashInputs.empty(
+            config.max_num_tokens, config.max_num_seqs, config.num_speculative_tokens, rows, where, poison=0
+        )
+        self.block_table = torch.zeros(
+            config.max_num_seqs, config.num_columns, dtype=torch.int32, device=where
+        )
+        self.kv = torch.zeros(config.num_cache_blocks * config.block_size, HEAD_DIM, device=where)
+        self.out = torch.zeros(rows, HEAD_DIM, device=where)
+        self.sizes = capture_sizes(config.max_num_seqs, config.num_speculative_tokens)
+        self._graphs: dict[int, Graph] = {}
+
+    def capture(self, sizes: list[int], stream: Stream) -> None:
+        """Capture the draft forward at these sizes; addresses of the buffers are baked in.
+
+        Raises BadInputError for a size beyond the query buffers.
+        """
+        for size in sizes:
+            if size > self.config.max_query_tokens:
+                raise BadInputError(
+                    f"capture size {size} exceeds the {self.config.max_query_tokens} query rows"
+                )
+            if self.device.kind == "cuda":
+                self._forward(size, stream)
+                stream.synchronize()
+            with self.device.capture(stream) as graph:
+                self._forward(size, stream)
+            self._graphs[size] = graph
+
+    def _forward(self, rows: int, stream: Stream) -> None:
+        b, c = self.buffers, self.config
+        writes = (self.kv, self.out)
+        reads = (b.query_slots, b.input_ids, b.query_positions, b.seq_lens, self.block_table)
+        self.device.launch(
+            self._write_queries, rows, stream=stream, reads=reads, writes=writes, name="draft kv"
+        )
+        self.device.launch(
+            self._attend,
+            rows,
+            c.max_num_seqs,
+            stream=stream,
+            reads=reads,
+            writes=writes,
+            name="draft attention",
+        )
+
+    def _write_queries(self, rows: int) -> None:
+        b = self.buffers
+        draft_attention.write(self.kv, b.query_slots[:rows], b.input_ids[:rows], b.query_positions[:rows])
+
+    def _attend(self, rows: int, num_reqs: int) -> None:
+        c = self.config
+        draft_attention.attend(
+            self.kv,
+            self.block_table,
+            self.buffers.seq_lens,
+            self.out[:rows],
+            c.block_size,
+            num_reqs,
+            c.num_query_per_req,
+        )
+
+    def propose(self, batch: DFlashBatch, stream: Stream, *, widest: int) -> int:
+        """One drafting step; returns the rows that the draft forward ran over.
+
+        The caller has put the batch's block table into `self.block_table`, which the captured attention reads.
+        """
+        tokens = batch.num_reqs * batch.num_query_per_req
+        size = padded_size(tokens, sorted(self._graphs))
+        rows = size if size is not None else tokens
+        live = self._live(batch, tokens if self.arm == "before" else rows)
+        inputs = (
+            batch.target_positions,
+            batch.num_rejected,
+            batch.query_start_loc,
+            batch.block_table,
+            batch.next_token_ids,
+        )
+        outputs = tuple(vars(live).values())
+        self.device.launch(
+            dflash_inputs.launch_for,
+            self.arm,
+            batch,
+            live,
+            widest,
+            stream=stream,
+            reads=inputs,
+            writes=outputs,
+            name="input kernel",
+        )
+        if self.fill_tail:
+            tail = self.buffers.query_slots[tokens:]
+            self.device.launch(
+                tail.fill_,
+                dflash_inputs.PADDING_SLOT,
+                stream=stream,
+                reads=(),
+                writes=(tail,),
+                name="fill tail",
+            )
+        self._write_context(live, batch, stream)
+        if size is None:
+            self._forward(rows, stream)
+        else:
+            self._graphs[size].replay(stream)
+        return rows
+
+    def _live(self, batch: DFlashBatch, rows: int) -> DFlashInputs:
+        """The part of the persistent buffers that a batch uses."""
+        b, n, k = self.buffers, batch.target_positions.shape[0], batch.num_speculative_tokens
+        return replace(
+            b,
+            input_ids=b.input_ids[:rows],
+            query_positions=b.query_positions[:rows],
+            query_slots=b.query_slots[:rows],
+            context_positions=b.context_positions[:n],
+            context_slots=b.context_slots[:n],
+            seq_lens=b.seq_lens[: batch.num_reqs],
+            sample_indices=b.sample_indices[: batch.num_reqs * k],
+        )
+
+    def _write_context(self, live: DFlashInputs, batch: DFlashBatch, stream: Stream) -> None:
+        """Keys and values of the context; in the engine this precomputation runs outside every graph."""
+        rows = batch.target_positions.shape[0]
+        ids = torch.zeros(rows, dtype=torch.int32, device=self.device.torch_device)
+        args = (self.kv, live.context_slots, ids, live.context_positions)
+        self.device.launch(
+            lambda: draft_attention.write(*args),
+            stream=stream,
+            reads=args[1:],
+            writes=(self.kv,),
+            name="context kv",
+        )
+
+
+def foreign_writes(
+    before: torch.Tensor, after: torch.Tensor, owner: list[int], block_size: int, allowed: set[int]
+) -> list[int]:
+    """Blocks of a paged cache [slots, D] that changed although none of `allowed` owns them."""
+    changed = (before != after).any(dim=1).reshape(-1, block_size).any(dim=1)
+    return [b for b in torch.nonzero(changed).flatten().tolist() if owner[b] not in allowed]

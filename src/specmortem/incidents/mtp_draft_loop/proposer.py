@@ -1,0 +1,459 @@
+"""The draft loop of an MTP proposer: one token a pass, and a new plan before every pass but the first.
+
+The order within a pass is that of vLLM's first model runner (vllm/v1/spec_decode/llm_base_proposer.py:682-820
+in 0.27.1): positions and sequence lengths move on the GPU, the attention metadata is built, the drafted ids
+and hidden states are written to the buffers that the model reads, the model runs, a token is sampled. To
+plan, the host needs the sequence lengths. In an ordinary step it reads them from the GPU before the first
+plan, which blocks until the stream has drained (vllm/v1/attention/backend.py:513-516), and adds 1 from then
+on. In a step without speculative metadata (all requests are new) it knows them and does not block before the
+first plan. A build enqueues three things before its plan (flashinfer.py:1265-1289 in 0.28.0): a copy of row
+pointers, a kernel that gathers the page ids, and a copy of the lengths of the last pages. So not even the
+first plan's copy meets an idle stream. Their host memory is a buffer of its own for every pass here, which
+leaves cause `builder-staging-reuse` out.
+
+An `Arm` says where the plan waits for its copy and what the host waits for. The model is small: an embedding,
+split-KV attention over a paged cache (`kernels.split_attention`), a head, and a busy wait for what a real
+forward takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specmortem.device import Device, Graph, HostBuffer, Stream
+from specmortem.device.interface import DEFAULT_DURATION_US
+from specmortem.errors import BadInputError
+from specmortem.incidents.mtp_draft_loop import kernels as split_attention
+from specmortem.incidents.mtp_draft_loop.kernels import Geometry, Plan, Planner, Staging, Workspaces
+
+MAX_BATCH = 64
+MAX_TOKENS = 6
+NULL_BLOCK = 0
+RANDOM_NUMBERS = 1_000_003  # a prime, so that repeats fall on other heads and slots
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One form of the loop. `before` is the plain one; each other arm changes one thing.
+
+    `staging` is how a plan waits for its copy (`Staging`). `synchronize` is the rejected patch: the host
+    waits for a stream between build and forward. `reread` reads the lengths from the GPU before every plan,
+    as vLLM does from 0.30.0 on (vllm/v1/attention/backends/flashinfer.py:1410-1413 there). `constant` pads
+    plans as for CUDA graphs. `launch_blocking` is CUDA_LAUNCH_BLOCKING=1. `plan_once` uses the first plan in
+    every pass. `side_stream_writes` issues the two buffer writes in another stream: what the same-stream
+    hypothesis would need. Without `pages` a build enqueues nothing but its plan: the first copy then meets an
+    idle stream.
+    """
+
+    name: str
+    staging: dict[str, bool] = field(default_factory=dict)
+    synchronize: Literal["", "stream", "other-stream"] = ""
+    reread: bool = False
+    constant: bool = False
+    launch_blocking: bool = False
+    plan_once: bool = False
+    side_stream_writes: bool = False
+    pages: bool = True
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("before"),
+        Arm("event", {"wait": True}),
+        Arm("fresh", {"fresh": True}),
+        Arm("pageable", {"pinned": False}),
+        Arm("reread-lengths", reread=True),
+        Arm("stream-sync", synchronize="stream"),
+        Arm("wrong-stream-sync", synchronize="other-stream"),
+        Arm("launch-blocking", launch_blocking=True),
+        Arm("constant-plan", constant=True),
+        Arm("no-page-kernel", pages=False),
+        Arm("plan-once", plan_once=True),
+        Arm("side-stream-writes", {"wait": True}, side_stream_writes=True),
+    )
+}
+FIXED = ("event", "fresh", "pageable", "reread-lengths")
+HIDING = ("stream-sync", "launch-blocking")
+REFERENCE = Arm("reference", {"fresh": True, "pinned": False}, synchronize="stream")
+
+
+def arm_of(name: str) -> Arm:
+    """The arm of that name. Raises BadInputError for an unknown one."""
+    if name not in ARMS:
+        raise BadInputError(f"arm {name!r} is not one of {', '.join(ARMS)}")
+    return ARMS[name]
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """Sizes, and durations of a pass: `forward_us` of busy wait on the GPU, `host_us` of the host's own time.
+
+    `pages_us` is what gathering page ids takes on the simulator's clock. Without `attend` no Triton kernel runs: no
+    attention, and an empty launch where page ids are gathered.
+
+    Raises BadInputError outside 1 to 64 requests and 1 to 6 tokens.
+    """
+
+    batch: int
+    num_speculative_tokens: int
+    geometry: Geometry
+    max_model_len: int
+    forward_us: float = 0.0
+    host_us: float = 0.0
+    pages_us: float = DEFAULT_DURATION_US
+    vocab: int = 64
+    plan_capacity: int = 1 << 16
+    float_workspace: int = 1 << 16
+    load_tokens: int = 32
+    load_rows: int = 8
+    attend: bool = True
+    graphs: bool = False
+    observe: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse sizes outside the study."""
+        if not 1 <= self.batch <= MAX_BATCH:
+            raise BadInputError(f"batch {self.batch}: give 1 to {MAX_BATCH} requests")
+        if not 1 <= self.num_speculative_tokens <= MAX_TOKENS:
+            raise BadInputError(f"{self.num_speculative_tokens} speculative tokens: give 1 to {MAX_TOKENS}")
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of a block table row."""
+        return -(-self.max_model_len // self.geometry.page_size)
+
+
+class Buffers:
+    """All device memory of a proposer. B requests, K tokens, H query heads, D head size."""
+
+    def __init__(self, device: Device, config: MtpConfig, seed: int) -> None:
+        b, k, g = config.batch, config.num_speculative_tokens, config.geometry
+        width = g.num_qo_heads * g.head_dim
+        rng = np.random.default_rng(seed)
+        slots = (1 + b * config.num_columns) * g.page_size
+
+        def random(*shape: int) -> torch.Tensor:
+            numbers = rng.standard_normal(min(math.prod(shape), RANDOM_NUMBERS), dtype=np.float32)
+            return device.tensor(np.resize(numbers, shape))
+
+        def empty(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
+            return device.zeros(shape, dtype, name)
+
+        f32, i32, i64 = torch.float32, torch.int32, torch.int64
+        self.embedding = random(config.vocab, width)
+        self.head = random(width, config.vocab)
+        self.kv = random(slots, 2, g.num_kv_heads, g.head_dim)
+        blocks = np.arange(1, 1 + b * config.num_columns, dtype=np.int32)
+        self.block_table = device.tensor(rng.permutation(blocks).reshape(b, -1), name="block_table")
+        self.row_pointers = empty([b + 1], i32, "row_pointers")
+        self.page_indices = empty([b * (config.num_columns + 1)], i32, "page_indices")
+        self.last_pages = empty([b], i32, "last_pages")
+        self.positions = empty([b], i64, "positions")
+        self.seq_lens = empty([b], i32, "seq_lens")
+        self.slots = empty([b], i64, "slots")
+        self.input_ids = empty([b], i64, "input_ids")
+        self.hidden_states = empty([b, width], f32, "hidden_states")
+        self.q = empty([b, g.num_qo_heads, g.head_dim], f32, "q")
+        self.out = empty([b, g.num_qo_heads, g.head_dim], f32, "out")
+        self.next_ids = empty([b], i64, "next_ids")
+        self.next_hidden = empty([b, width], f32, "next_hidden")
+        self.workspaces = Workspaces(
+            device.zeros([config.plan_capacity], torch.uint8, "int workspace"),
+            device.zeros([config.float_workspace // 4], f32, "float workspace"),
+        )
+        self.drafts = empty([k, b], i64, "drafts")
+        self.attention = empty([k, b, width], f32, "attention")
+        self.seen_ids = empty([k, b], i64, "seen ids")
+        observed = config.plan_capacity if config.observe else 0
+        self.seen_plans = empty([k, observed], torch.uint8, "seen plans")
+
+
+class MtpProposer:
+    """Drafts K tokens a request. `plans[i]` is the plan that pass i of the last step was launched with."""
+
+    def __init__(self, device: Device, config: MtpConfig, arm: Arm, seed: int = 0) -> None:
+        if config.geometry.constant != arm.constant:
+            raise BadInputError(
+                f"arm {arm.name!r} needs a geometry with constant={arm.constant}; replace() it"
+            )
+        self.device, self.config, self.arm = device, config, arm
+        self.stream = device.stream("main")
+        self.other = device.stream("other")
+        self.buffers = Buffers(device, config, seed)
+        self.planner = Planner(config.geometry)
+        self.staging = Staging(device, config.plan_capacity, **arm.staging)
+        self.host_lengths = device.host_buffer([config.batch], torch.int32, pinned=False, name="seq_lens")
+        self.page_staging = [self._page_staging() for _ in range(config.num_speculative_tokens - 1)]
+        self.plans: dict[int, Plan] = {}
+        self._graphs: dict[str, Graph] = {}
+        if config.graphs:
+            self._capture()
+
+    def propose(
+        self,
+        token_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        known_lengths: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """Enqueue one drafting step; nothing is waited for but what the arm waits for.
+
+        `token_ids` int64 [B] and `lengths` int32 [B] are on the device: the target's last token of each
+        request and its sequence length with it. `known_lengths` is the host's copy in a step without
+        speculative metadata, else None.
+        """
+        self._first_pass(token_ids, lengths)
+        shadow = None if known_lengths is None else known_lengths.astype(np.int32)
+        for i in range(1, self.config.num_speculative_tokens):
+            self._advance()
+            if shadow is None or self.arm.reread:
+                shadow = self.read_lengths()
+            else:
+                shadow = shadow + 1
+            self._build(i, shadow)
+            self._write_buffers()
+            self._synchronize()
+            self._forward(i)
+            if self.config.host_us:
+                self.device.host_time(self.config.host_us)
+
+    def _first_pass(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> None:
+        """The pass over the target's tokens; it has a wrapper of its own, so here it is the head alone."""
+        b = self.buffers
+        self._launch(
+            "first pass",
+            _first,
+            (token_ids, lengths, b.embedding),
+            (b.positions, b.seq_lens, b.out),
+        )
+        self._run("sample", self._sample)
+        self._launch("keep drafts", _keep, (b.next_ids,), (b.drafts[0],))
+
+    def _advance(self) -> None:
+        b, c = self.buffers, self.config
+        self._launch(
+            "advance",
+            _advance,
+            (b.block_table,),
+            (b.positions, b.seq_lens, b.slots),
+            c.max_model_len,
+            c.geometry.page_size,
+        )
+
+    def read_lengths(self) -> npt.NDArray[np.int32]:
+        """The blocking read: into pageable memory, so the call returns when the stream has drained."""
+        self.device.copy_async(self.host_lengths, self.buffers.seq_lens, self.stream, name="seq_lens to host")
+        lengths: npt.NDArray[np.int32] = self.host_lengths[:]
+        return lengths
+
+    def _build(self, i: int, lengths: npt.NDArray[np.int32]) -> None:
+        """Send the page ids of these lengths, plan for them, and send the plan on its way."""
+        if self.arm.plan_once and i > 1:
+            self.plans[i] = self.plans[1]
+            return
+        if self.arm.pages:
+            self._send_pages(i, lengths)
+        self.plans[i] = self.planner.plan(lengths)
+        self.staging.send(self.plans[i], self.buffers.workspaces.ints, self.stream)
+
+    def _page_staging(self) -> tuple[HostBuffer, HostBuffer]:
+        """Page-locked memory of one pass: row pointers, and lengths of last pages."""
+        b = self.config.batch
+        pointers = self.device.host_buffer([b + 1], torch.int32, name="row pointers")
+        return pointers, self.device.host_buffer([b], torch.int32, name="last pages")
+
+    def _send_pages(self, i: int, lengths: npt.NDArray[np.int32]) -> None:
+        """What stands in the stream between the lengths and the plan of a build."""
+        b, size = self.buffers, self.config.geometry.page_size
+        pages = -(-lengths // size)
+        pointers, last = self.page_staging[i - 1]
+        pointers[1:] = np.cumsum(pages)
+        self.device.copy_async(b.row_pointers, pointers, self.stream, name="row pointers copy")
+        self.device.launch(
+            split_attention.gather_pages if self.config.attend else _gather_nothing,
+            *(b.block_table, b.row_pointers, b.page_indices),
+            stream=self.stream,
+            reads=(b.block_table, b.row_pointers),
+            writes=(b.page_indices,),
+            name="gather pages",
+            duration_us=self.config.pages_us,
+        )
+        last[:] = lengths - size * np.maximum(pages - 1, 0)
+        self.device.copy_async(b.last_pages, last, self.stream, name="last pages copy")
+
+    def _write_buffers(self) -> None:
+        """The two writes that were blamed: same stream as the model that reads them."""
+        b = self.buffers
+        stream = self.other if self.arm.side_stream_writes else self.stream
+        self._launch("write input_ids", _keep, (b.next_ids,), (b.input_ids,), stream=stream)
+        self._launch("write hidden_states", _keep, (b.next_hidden,), (b.hidden_states,), stream=stream)
+
+    def _synchronize(self) -> None:
+        if self.arm.synchronize:
+            (self.stream if self.arm.synchronize == "stream" else self.other).synchronize()
+
+    def _forward(self, i: int) -> None:
+        b, c, plan = self.buffers, self.config, self.plans[i]
+        self._run("model", self._model)
+        self.device.spin(c.forward_us, self.stream)
+        if c.observe:
+            self._launch("observe plan", _keep, (b.workspaces.ints,), (b.seen_plans[i],))
+            self._launch("observe input_ids", _keep, (b.input_ids,), (b.seen_ids[i],))
+        if c.attend:
+            self.attend(plan)
+        self._run("sample", self._sample)
+        self._launch(
+            "keep results",
+            _keep_two,
+            (b.next_ids, b.out.view(c.batch, -1)),
+            (b.drafts[i], b.attention[i]),
+        )
+
+    def attend(self, plan: Plan) -> None:
+        """Enqueue attention with the launch arguments of a plan; what it computes is what the int workspace says."""
+        b, w = self.buffers, self.buffers.workspaces
+        reads = (b.q, b.kv, b.block_table, b.seq_lens, w.ints)
+        self.device.launch(
+            split_attention.partial,
+            plan,
+            *(b.q, b.kv, b.block_table, b.seq_lens, w, b.out, self.config.load_tokens),
+            stream=self.stream,
+            reads=reads,
+            writes=(w.floats, b.out),
+            name="partial attention",
+        )
+        if plan.split:
+            self.device.launch(
+                split_attention.merge,
+                plan,
+                w,
+                b.out,
+                self.config.load_rows,
+                stream=self.stream,
+                reads=(w.ints, w.floats),
+                writes=(b.out,),
+                name="merge",
+            )
+
+    def _model(self) -> None:
+        """Queries, keys and values of the drafted tokens, and NaN where attention is to write."""
+        b = self.buffers
+        reads = (b.input_ids, b.hidden_states, b.embedding, b.slots, b.positions)
+        self._launch("model", _embed, reads, (b.q, b.kv, b.out))
+
+    def _sample(self) -> None:
+        """The next hidden states and the most likely token of each."""
+        b = self.buffers
+        self._launch("sample", _argmax, (b.out, b.head), (b.next_hidden, b.next_ids))
+
+    def _capture(self) -> None:
+        """Capture what stays the same in every pass; attention's offsets change, so it stays outside."""
+        for name, piece in (("model", self._model), ("sample", self._sample)):
+            piece()
+            self.stream.synchronize()
+            with self.device.capture(self.stream, name) as graph:
+                piece()
+            self._graphs[name] = graph
+
+    def _run(self, name: str, piece: Callable[[], None]) -> None:
+        if name in self._graphs:
+            self._graphs[name].replay(self.stream)
+        else:
+            piece()
+
+    def _launch(
+        self,
+        name: str,
+        fn: Callable[..., None],
+        reads: tuple[torch.Tensor, ...],
+        writes: tuple[torch.Tensor, ...],
+        *scalars: Any,
+        stream: Stream | None = None,
+    ) -> None:
+        self.device.launch(
+            fn,
+            *reads,
+            *writes,
+            *scalars,
+            stream=stream or self.stream,
+            reads=reads + writes,
+            writes=writes,
+            name=name,
+        )
+
+
+def _gather_nothing(
+    block_table: torch.Tensor, row_pointers: torch.Tensor, page_indices: torch.Tensor
+) -> None:
+    """In place of `split_attention.gather_pages`."""
+
+
+def _first(
+    token_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    embedding: torch.Tensor,
+    positions: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    seq_lens.copy_(lengths)
+    positions.copy_(lengths - 1)
+    out.copy_(embedding[token_ids].view_as(out))
+
+
+def _keep(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _keep_two(one: torch.Tensor, two: torch.Tensor, to_one: torch.Tensor, to_two: torch.Tensor) -> None:
+    to_one.copy_(one)
+    to_two.copy_(two)
+
+
+def _advance(
+    block_table: torch.Tensor,
+    positions: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slots: torch.Tensor,
+    max_model_len: int,
+    page_size: int,
+) -> None:
+    """One token on; at max_model_len: position 0, length 1 and a slot of the null block."""
+    positions.add_(1)
+    seq_lens.add_(1)
+    over = positions >= max_model_len
+    positions.masked_fill_(over, 0)
+    seq_lens.masked_fill_(over, 1)
+    blocks = block_table.gather(1, (positions // page_size)[:, None])[:, 0]
+    slots.copy_((blocks * page_size + positions % page_size).masked_fill(over, NULL_BLOCK))
+
+
+def _embed(
+    input_ids: torch.Tensor,
+    hidden_states: torch.Tensor,
+    embedding: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    out.fill_(float("nan"))
+    rows = embedding[input_ids]
+    q.copy_((rows + 0.5 * hidden_states).view_as(q))
+    width = kv.shape[2] * kv.shape[3]
+    keys = rows[:, :width] + 0.001 * positions[:, None]
+    kv[slots] = torch.stack([keys, rows[:, -width:]], dim=1).view(-1, *kv.shape[1:])
+
+
+def _argmax(out: torch.Tensor, head: torch.Tensor, next_hidden: torch.Tensor, next_ids: torch.Tensor) -> None:
+    hidden = out.view_as(next_hidden)
+    next_ids.copy_((hidden @ head).argmax(dim=1))
+    next_hidden.copy_(hidden)

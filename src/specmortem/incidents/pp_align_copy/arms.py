@@ -1,0 +1,578 @@
+"""Arms of incident `pp-align-copy`: the late copies through another request's block ids, controls, random workloads.
+
+Every function takes JSON-able arguments, runs in a process of its own and returns a dictionary. A subject is a key of
+`BINDINGS`: `before`, `after`, and each half of the fix alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from specmortem import device as devices
+from specmortem.detect import bounds
+from specmortem.device import Device
+from specmortem.errors import BadInputError
+from specmortem.incidents.pp_align_copy.engine.decode_graphs import DecodeGraphs
+from specmortem.incidents.pp_align_copy.engine.pipeline import Pipeline, RandomAcceptance, Run
+from specmortem.incidents.pp_align_copy.engine.ranks import run_ranks
+from specmortem.incidents.pp_align_copy.engine.recurrent_model import (
+    Carried,
+    GreedyVerifier,
+    RecurrentModel,
+    continued,
+    fresh,
+    read,
+    speech,
+)
+from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, BatchRow, EngineConfig, Request
+from specmortem.incidents.pp_align_copy.engine.tag_model import TagModel
+from specmortem.incidents.pp_align_copy.engine.worker import BINDINGS, Copied, Copies, Worker
+from specmortem.incidents.pp_align_copy.kernels import AFTER, Guards
+from specmortem.isolation import Device as DeviceName
+
+SMALL = EngineConfig(pp_size=2, num_speculative_tokens=2, block_size=8, max_num_seqs=4, max_model_len=96)
+STAGGERED = (
+    Request(1, tuple(range(10, 25)), 48, 0),
+    Request(2, tuple(range(100, 113)), 48, 3),
+    Request(3, tuple(range(200, 230)), 48, 9),
+    Request(4, tuple(range(300, 305)), 48, 14),
+)
+LOCK_STEP = (Request(1, (1, 2, 3), 48, 0), Request(2, (4, 5, 6), 48, 0))
+CONTROLS = ("eager", "graphs", "launch-blocking", "pp1", "one-request", "one-seq", "mtp-off", "lock-step")
+STATED = {name: "fault" if name in CONTROLS[:3] else "clean" for name in CONTROLS}
+REPORTED = EngineConfig(
+    pp_size=3,
+    num_speculative_tokens=1,
+    block_size=9776,
+    max_num_seqs=2,
+    max_num_batched_tokens=512,
+    num_blocks=61,
+    max_model_len=262_144,
+)
+
+
+def _binding(subject: str) -> Any:
+    if subject not in BINDINGS:
+        raise BadInputError(f"subject {subject!r} is not one of {', '.join(BINDINGS)}")
+    return BINDINGS[subject]
+
+
+def _controlled(control: str, config: EngineConfig) -> tuple[EngineConfig, Sequence[Request]]:
+    """Settings and requests of a control; `eager`, `graphs` and `launch-blocking` differ in neither."""
+    if control not in CONTROLS:
+        raise BadInputError(f"control {control!r} is not one of {', '.join(CONTROLS)}")
+    settings: dict[str, dict[str, int]] = {
+        "pp1": {"pp_size": 1},
+        "mtp-off": {"num_speculative_tokens": 0},
+        "one-seq": {"max_num_seqs": 1},
+    }
+    requests = {"one-request": STAGGERED[:1], "lock-step": LOCK_STEP}
+    return replace(config, **settings.get(control, {})), requests.get(control, STAGGERED)
+
+
+def control(
+    subject: str,
+    control: str = "eager",
+    device: str = "sim",
+    copies: Copies = "plain",
+    pp_size: int = 2,
+    width: int = 1024,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Texts of a subject under a control, against what the model says when nobody copies.
+
+    `effect`: `constant-token` where a text ends in one token for ever, `corruption` where a text differs or a copy went
+    wrong, else `clean`.
+    """
+    config, requests = _controlled(control, replace(SMALL, pp_size=pp_size))
+    dev = devices.open(device, schedule="immediate" if control == "launch-blocking" else "lazy")
+    said = speech(dev, config, requests, width, seed)
+    sampler = GreedyVerifier(said.models[-1], width)
+    pipeline = Pipeline(
+        dev,
+        config,
+        requests,
+        binding=_binding(subject),
+        model=lambda rank: said.models[rank],
+        sampler=sampler,
+        drafter=said.drafter,
+        copies=copies,
+        graphs=_graphs(dev, config) if control == "graphs" else None,
+    )
+    run = pipeline.run()
+    return _account(run, said.texts, width) | {"nan_rows": sampler.nan_rows, "steps": run.steps}
+
+
+class _PrefixCache:
+    """What a prefix cache keeps of a request that leaves: each rank's state at the ends of whole blocks."""
+
+    def __init__(self, pipeline: Pipeline, models: Sequence[RecurrentModel]) -> None:
+        self.pipeline, self.models = pipeline, models
+        self.kept: list[tuple[int, int, Carried]] = []
+        pipeline.workers[-1].on_leave = self._leave
+
+    def _leave(self, name: int) -> None:
+        """The pool is large enough that no block is handed out twice."""
+        worker = self.pipeline.workers[-1]
+        computed = int(worker.counters.num_computed[worker.slots.of(name)])
+        for column in range(computed // worker.config.block_size):
+            block = worker.blocks[name][column]
+            windows = [model.conv[block, : model.window].clone()[None] for model in self.models]
+            states = [model.ssm[block].clone()[None] for model in self.models]
+            self.kept.append((name, (column + 1) * worker.config.block_size, Carried(windows, states)))
+
+
+def prefix_hits(subject: str, device: str = "sim", pp_size: int = 2, length: int = 8) -> dict[str, Any]:
+    """Later requests that begin with tokens of an earlier one, and start from the state kept at a block's end.
+
+    Each is compared with the same request computed from its first token. `hits` lists the wrong ones; damage that ended
+    with the first request's last token would leave none.
+    """
+    config = replace(SMALL, pp_size=pp_size, num_blocks=256)
+    dev = devices.open(device)
+    said = speech(dev, config, STAGGERED)
+    pipeline = Pipeline(
+        dev,
+        config,
+        STAGGERED,
+        binding=_binding(subject),
+        model=lambda rank: said.models[rank],
+        sampler=GreedyVerifier(said.models[-1]),
+        drafter=said.drafter,
+    )
+    cache = _PrefixCache(pipeline, said.models)
+    outputs = pipeline.run().outputs
+    wrong = []
+    for name, end, carried in cache.kept:
+        known = [*STAGGERED[name - 1].prompt, *outputs[name]]
+        _, right = read(said.models, fresh(said.models), known[:end])
+        text, expected = (continued(said.models, at, known[end : end + 1], length) for at in (carried, right))
+        if text != expected:
+            wrong.append({"request": name, "prefix": end, "text": text, "expected": expected})
+    witness = (
+        "request {request}, first {prefix} tokens: {text} instead of {expected}".format(**wrong[0])
+        if wrong
+        else ""
+    )
+    return {"prefixes": len(cache.kept), "faults": len(wrong), "hits": wrong, "witness": witness}
+
+
+def _graphs(dev: Device, config: EngineConfig) -> Callable[[Worker], DecodeGraphs]:
+    def of(worker: Worker) -> DecodeGraphs:
+        return DecodeGraphs(dev, config, worker.model, worker.layout)  # type: ignore[arg-type]
+
+    return of
+
+
+def _account(run: Run, expected: dict[int, list[int]], width: int) -> dict[str, Any]:
+    """What a user sees, and the copies behind it."""
+    differ = [name for name, text in sorted(run.outputs.items()) if text != expected[name]]
+    stuck = [name for name in differ if set(run.outputs[name][-4:]) == {width - 1}]
+    wrong = run.wrong
+    effect = "constant-token" if stuck else "corruption" if differ or wrong or run.missed else "clean"
+    return {
+        "effect": effect,
+        "why": _told(wrong[0]) if wrong else f"{run.missed} copies not made" if run.missed else "",
+        "texts_wrong": differ,
+        "texts_stuck": stuck,
+        "outputs": {str(name): text for name, text in run.outputs.items()},
+        "expected": {str(name): text for name, text in expected.items()},
+        "copies": len(run.copied),
+        "wrong_copies": len(wrong),
+        "missed_copies": run.missed,
+        "first_wrong_step": wrong[0].step if wrong else None,
+        "lanes": dict(Counter(str(c.lane) for c in wrong)),
+    }
+
+
+def _told(copied: Copied) -> str:
+    """One line about a copy."""
+    move = copied.move
+    of = f"request {copied.victim}" if copied.victim is not None else "nobody"
+    return (
+        f"step {copied.step}, rank {copied.rank}: the copy of request {copied.request} (slot {move.slot}) read row "
+        f"{move.row} and went from block {move.src_block} to block {move.dst_block}, of {of} ({copied.lane})"
+    )
+
+
+def ranks(
+    subject: str,
+    world_size: int = 2,
+    device: DeviceName = "sim",
+    copies: Copies = "plain",
+    width: int = 1024,
+    requests: int = 0,
+) -> dict[str, Any]:
+    """The same with a process a rank; what each rank saw, and whether all of them ended with the same texts.
+
+    `requests`: that many random requests, a new one every four steps, instead of the small case's four.
+    """
+    _binding(subject)
+    asked = _stream_of(requests) if requests else STAGGERED
+    seen = run_ranks(world_size, subject, SMALL, asked, device, copies, width, timeout_s=120 + requests)
+    outputs, expected = seen[0]["outputs"], seen[0]["expected"]
+    differ = [name for name, text in sorted(outputs.items()) if text != expected[name]]
+    stuck = [name for name in differ if set(outputs[name][-4:]) == {width - 1}]
+    wrong = [one["wrong"] for one in seen]
+    return {
+        "effect": "constant-token" if stuck else "corruption" if differ or any(wrong) else "clean",
+        "wrong_copies": wrong,
+        "copies": [one["copies"] for one in seen],
+        "first_wrong_step": [one["first_wrong_step"] for one in seen],
+        "steps": [one["steps"] for one in seen],
+        "agree": all(one["outputs"] == outputs for one in seen),
+        "requests": len(outputs),
+        "devices": [one["device"] for one in seen],
+        "backend": seen[0]["backend"],
+        "texts_wrong": differ if len(differ) < 20 else len(differ),
+        "texts_stuck": stuck if len(stuck) < 20 else len(stuck),
+    }
+
+
+def _stream_of(requests: int, texts: int = 32) -> list[Request]:
+    """A request every four steps; their prompts and lengths come round after `texts` of them."""
+    rng = random.Random(0)
+    asked = [
+        (tuple(rng.randrange(1000) for _ in range(rng.randint(4, 40))), rng.randint(24, 48))
+        for _ in range(texts)
+    ]
+    return [Request(n, *asked[n % texts], 4 * n) for n in range(1, requests + 1)]
+
+
+# Workloads whose state is its own account
+
+
+class _Account:
+    """A pipeline of which one rank runs, the first, with the `TagModel`; counts what goes wrong in it."""
+
+    def __init__(
+        self,
+        subject: str,
+        config: EngineConfig,
+        requests: Sequence[Request],
+        sampler: Any,
+        device: str | Device = "sim",
+        copies: Copies = "plain",
+        guards: Guards = AFTER,
+    ) -> None:
+        dev = device if isinstance(device, Device) else devices.open(device, schedule="immediate")
+        self.config, self.model = config, TagModel(dev, config)
+        self.pipeline = Pipeline(
+            dev,
+            config,
+            requests,
+            binding=_binding(subject),
+            model=lambda rank: self.model,
+            sampler=sampler,
+            copies=copies,
+            guards=guards,
+            ranks=[0],
+        )
+        self.worker = self.pipeline.workers[0]
+        self.worker.on_leave = self._leave
+        self.unsaved = 0
+
+    def _leave(self, name: int) -> None:
+        """The blocks that a prefix cache would keep; the step in flight is left out."""
+        computed = int(self.worker.counters.num_computed[self.worker.slots.of(name)])
+        whole = max(0, computed - 1 - self.config.num_speculative_tokens)
+        self.unsaved += len(self.model.unsaved(name, self.worker.blocks[name], whole, self.config.block_size))
+
+    def run(self) -> _Account:
+        """To the end."""
+        self.pipeline.run()
+        return self
+
+    @property
+    def witness(self) -> str:
+        """The first thing that went wrong; empty when nothing did."""
+        if self.worker.wrong:
+            return _told(self.worker.wrong[0])
+        if self.model.wrong:
+            start = self.model.wrong[0]
+            return f"step {start.step}: request {start.request} went on from {start.found} after {start.start} tokens"
+        if self.worker.missed or self.unsaved:
+            return f"{self.worker.missed} copies not made, {self.unsaved} states at block ends not saved"
+        return ""
+
+
+def random_workload(seed: int, most: int = 8) -> tuple[EngineConfig, list[Request]]:
+    """PP 1 to 4, 2 to `most` requests, arrivals, aborts, and half the time a pool that is too small for all."""
+    rng = random.Random(seed)
+    k, block = rng.choice((1, 1, 2, 3)), rng.choice((4, 8))
+    config = EngineConfig(
+        pp_size=rng.randint(1, 4),
+        num_speculative_tokens=k,
+        block_size=block,
+        max_num_seqs=rng.randint(2, 4),
+        max_num_batched_tokens=rng.choice((1 + k, 8 + k, 16)),
+        num_blocks=128,
+        max_model_len=5 * block,
+    )
+    if rng.random() < 0.5:
+        config = replace(config, num_blocks=config.max_blocks + 1 + rng.randint(0, config.max_blocks))
+    return config, [_random_request(rng, name, block) for name in range(1, 1 + rng.randint(2, most))]
+
+
+def _random_request(rng: random.Random, name: int, block: int) -> Request:
+    arrives = rng.randint(0, 12)
+    aborts = arrives + rng.randint(1, 20) if rng.random() < 0.2 else None
+    return Request(name, (0,) * rng.randint(1, 3 * block), rng.randint(2, 2 * block), arrives, aborts)
+
+
+def random_workloads(
+    subject: str, workloads: int, seed: int = 0, device: str = "sim", copies: Copies = "plain"
+) -> dict[str, Any]:
+    """Workloads `seed` … ; one faults when a copy, a start state or a state at a block's end is wrong."""
+    torch.set_num_threads(1)
+    found: Counter[str] = Counter()
+    lanes: Counter[str] = Counter()
+    witness = ""
+    for number in range(seed, seed + workloads):
+        config, requests = random_workload(number)
+        one = _Account(subject, config, requests, RandomAcceptance(number), device, copies).run()
+        found += _figures(one)
+        lanes += Counter(str(c.lane) for c in one.worker.wrong)
+        witness = witness or (one.witness and f"workload {number}: {one.witness}")
+    return {"workloads": workloads, "seed": seed, "witness": witness, "lanes": dict(lanes), **_counted(found)}
+
+
+FIGURES = (
+    "faults",
+    "copies",
+    "wrong_copies",
+    "missed_copies",
+    "accepted_resets",
+    "unsaved_ends",
+    "wrong_starts",
+    "nan_starts",
+    "preemptions",
+    "steps",
+)
+
+
+def _figures(one: _Account) -> Counter[str]:
+    wrong, starts = one.worker.wrong, one.model.wrong
+    return Counter(
+        faults=bool(one.witness),
+        copies=len(one.worker.copied),
+        wrong_copies=len(wrong),
+        missed_copies=one.worker.missed,
+        accepted_resets=sum(c.in_place for c in wrong),
+        unsaved_ends=one.unsaved,
+        wrong_starts=len(starts),
+        nan_starts=sum(start.found is None for start in starts),
+        preemptions=one.pipeline.scheduler.preemptions,
+        steps=len(one.pipeline.batches),
+    )
+
+
+def _counted(found: Counter[str]) -> dict[str, int]:
+    return {name: found[name] for name in FIGURES}
+
+
+def same_as_reference(
+    subject: str, workloads: int, seed: int = 0, device: str = "sim", most: int = 3
+) -> dict[str, Any]:
+    """Workloads through the plain reference and through the kernels, states and counters compared after each step."""
+    steps = differences = copies = 0
+    for number in range(seed, seed + workloads):
+        config, requests = random_workload(number, most)
+        plain = _Account(subject, config, requests, RandomAcceptance(number))
+        kernels = _Account(subject, config, requests, RandomAcceptance(number), device, "triton")
+        while not plain.pipeline.scheduler.done:
+            plain.pipeline.step()
+            kernels.pipeline.step()
+            kernels.worker.device.synchronize()
+            steps += 1
+            differences += not _equal(plain.worker, kernels.worker)
+        copies += len(kernels.worker.copied)
+    return {"workloads": workloads, "faults": differences, "steps": steps, "copies": copies, "seed": seed}
+
+
+def _equal(one: Worker, other: Worker) -> bool:
+    counters = ((a, vars(other.counters)[n]) for n, a in vars(one.counters).items() if n != "snapshot")
+    states = ((a.tensor, b.tensor) for a, b in zip(one.model.states, other.model.states, strict=True))
+    return all(torch.equal(_host(a), _host(b)) for a, b in itertools.chain(counters, states))
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, with a number for NaN, which equals nothing."""
+    return torch.nan_to_num(tensor.cpu(), nan=-1.0)
+
+
+def outside(subject: str, workloads: int, seed: int = 0, device: str = "sim") -> dict[str, Any]:
+    """Workloads through kernels that check neither columns nor block ids; does an access leave its row or the pool?
+
+    On the simulated device the bounds detector says so (a row ends with its own columns), on CUDA an illegal address
+    would end the process.
+    """
+    bare = Guards(in_row=False, skip_null=False)
+    wrong = copies = 0
+    reports: list[bounds.Report] = []
+    for number in range(seed, seed + workloads):
+        config, requests = random_workload(number, 4)
+        one = _Account(subject, config, requests, RandomAcceptance(number), device, "triton", bare)
+        with nullcontext() if device == "cuda" else _watching(one.worker) as watch:
+            one.run()
+        reports += watch.reports if watch is not None else []
+        copies, wrong = copies + len(one.worker.copied), wrong + len(one.worker.wrong)
+    witness = str(reports[0]) if reports else ""
+    figures = {"workloads": workloads, "faults": len(reports), "copies": copies, "wrong_copies": wrong}
+    return {**figures, "seed": seed, "witness": witness}
+
+
+@contextmanager
+def _watching(worker: Worker) -> Iterator[bounds.Watch]:
+    """Rows of the table that the copies read, and the pool behind every address that they are given."""
+    states = worker.states
+    with bounds.watch() as watch:
+        if worker.binding.row == "batch":
+            watch.rows(states.tables[0], of=bounds.program(0), name="block_table", owner_name="batch row")
+        watch.pointers(states.table_ptrs, *states.tables, name="table_ptrs")
+        watch.pointers(states.bases, *(state.tensor for state in states.states), name="bases")
+        yield watch
+
+
+class _Scripted:
+    """Accepts drafts as a list of bits says, and all of them after it."""
+
+    def __init__(self, bits: Sequence[bool]) -> None:
+        self.bits = iter(bits)
+
+    def __call__(self, batch: Batch, hidden: torch.Tensor | None) -> list[list[int]]:
+        return [self._row(row) if row.samples else [] for row in batch.rows]
+
+    def _row(self, row: BatchRow) -> list[int]:
+        return [0] * (2 if row.decode and next(self.bits, True) else 1)
+
+
+SMALLEST = EngineConfig(2, 1, 4, 2, 6, 32, 24)
+
+
+def _small_cases(decisions: int) -> Iterator[tuple[str, list[Request], tuple[bool, ...]]]:
+    """Two requests, PP = 2, K = 1, blocks of 4: every arrival, prompt length and abort, every pattern of acceptance."""
+    patterns = list(itertools.product((False, True), repeat=decisions))
+    for arrives, prompt, aborts in itertools.product(range(4), (2, 5), (None, 7)):
+        requests = [Request(1, (0,) * 3, 8, 0), Request(2, (0,) * prompt, 8, arrives, aborts)]
+        for bits in patterns:
+            yield f"arrival {arrives}, prompt {prompt}, accepted {[int(b) for b in bits]}", requests, bits
+
+
+def every_small_case(subject: str, decisions: int = 6) -> dict[str, Any]:
+    """Every small case once; see `_small_cases`."""
+    torch.set_num_threads(1)
+    cases = faults = 0
+    witness = ""
+    for name, requests, bits in _small_cases(decisions):
+        one = _Account(subject, SMALLEST, requests, _Scripted(bits)).run()
+        cases, faults = cases + 1, faults + bool(one.witness)
+        witness = witness or (one.witness and f"{name}: {one.witness}")
+    return {"cases": cases, "faults": faults, "witness": witness}
+
+
+def interleavings(subject: str, decisions: int = 2) -> dict[str, Any]:
+    """Small cases under every distinguishable schedule of the simulated device; `cases` says how many cases they are.
+
+    A rank waits for its one stream before it looks at a result, so each case has one schedule; this is the check.
+    """
+    torch.set_num_threads(1)
+    cases = explored = faults = 0
+    witness = ""
+    for name, requests, bits in _small_cases(decisions):
+
+        def program(dev: Device, requests: list[Request] = requests, bits: tuple[bool, ...] = bits) -> str:
+            return _Account(subject, SMALLEST, requests, _Scripted(bits), dev).run().witness
+
+        runs = devices.enumerate_schedules(program)
+        told = [str(run.outcome) for run in runs]
+        cases, explored, faults = cases + 1, explored + runs.explored, faults + sum(map(bool, told))
+        witness = witness or next((f"{name}: {one}" for one in told if one), "")
+    return {"interleavings": explored, "cases": cases, "faults": faults, "witness": witness}
+
+
+# The reported workload
+
+
+def reported_workload(
+    subject: str,
+    seed: int = 0,
+    requests: int = 24,
+    rate: float = 0.8,
+    pp_size: int = 3,
+    max_num_seqs: int = 2,
+) -> dict[str, Any]:
+    """Two streams of prompts of 6k to 45k tokens and 400 to 900 outputs, blocks of 9,776: rows only, no numbers.
+
+    Runs up to the first request that goes on from a state that is not its own. `step` counts engine steps, `request`
+    the requests in order of arrival; a key is None when nothing of the kind happened.
+    """
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    asked = [
+        Request(n, (0,) * rng.randint(6_000, 45_000), rng.randint(400, 900)) for n in range(1, requests + 1)
+    ]
+    config = replace(REPORTED, pp_size=pp_size, max_num_seqs=max_num_seqs)
+    one = _Account(subject, config, asked, RandomAcceptance(seed, rate))
+    pipeline, wrong_at = one.pipeline, None
+    while not pipeline.scheduler.done and not one.model.wrong:
+        pipeline.step()
+        if wrong_at is None and one.worker.wrong:
+            wrong_at = one.worker.wrong[0]
+    damage = one.model.wrong[0] if one.model.wrong else None
+    return {
+        "seed": seed,
+        "steps": len(pipeline.batches),
+        "finished": len(pipeline.scheduler.finished),
+        "copies": len(one.worker.copied),
+        "wrong_copies": len(one.worker.wrong),
+        "lanes": dict(Counter(str(c.lane) for c in one.worker.wrong)),
+        "first_wrong_copy": None
+        if wrong_at is None
+        else {"step": wrong_at.step, "request": wrong_at.request, "why": _told(wrong_at)},
+        "first_damage": None if damage is None else damage._asdict(),
+        "accepted_resets": sum(c.in_place for c in one.worker.wrong),
+    }
+
+
+def timeline(subject: str, steps: int = 30, seed: int = 0) -> list[dict[str, Any]]:
+    """For a picture: step by step the batch, the owner of each entry of the gathered table, and the copies.
+
+    `gathered` has a list a row: [block, owner] pairs, owner None for nobody.
+    """
+    one = _Account(subject, SMALL, STAGGERED, RandomAcceptance(seed))
+    told: list[dict[str, Any]] = []
+    while len(told) < steps and not one.pipeline.scheduler.done:
+        before = len(one.worker.copied)
+        batch = one.pipeline.step()
+        owner = {block: name for name, blocks in one.worker.blocks.items() for block in blocks}
+        table = one.worker.tables.gathered[: SMALL.max_num_seqs].tolist()
+        told.append(
+            {
+                "step": batch.step,
+                "rows": [row.name for row in batch.rows],
+                "decodes": sum(row.decode for row in batch.rows),
+                "slots": {str(name): one.worker.slots.of(name) for name in one.worker.blocks},
+                "gathered": [[[block, owner.get(block)] for block in row] for row in table],
+                "copies": [_drawn(copied) for copied in one.worker.copied[before:]],
+            }
+        )
+    return told
+
+
+def _drawn(copied: Copied) -> dict[str, Any]:
+    fields = {"request": copied.request, "when": copied.when, "lane": copied.lane, "victim": copied.victim}
+    return {**vars(copied.move), **fields, "in_place": copied.in_place}
+
+
+def cells() -> list[tuple[str, str]]:
+    """Subjects x controls."""
+    return list(itertools.product(BINDINGS, CONTROLS))

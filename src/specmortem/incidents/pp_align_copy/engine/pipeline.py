@@ -1,0 +1,134 @@
+"""A pipeline of ranks in one process: deterministic, any number of ranks.
+
+Each step the scheduler makes a batch, every rank runs it in turn, and the last one samples. The sampled tokens reach
+the scheduler and the ranks before the last pp_size steps later.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from specmortem.device import Device
+from specmortem.errors import BadInputError
+from specmortem.incidents.pp_align_copy.engine.scheduler import (
+    Batch,
+    BatchRow,
+    Drafter,
+    EngineConfig,
+    Request,
+    Scheduler,
+    _no_drafts,
+)
+from specmortem.incidents.pp_align_copy.engine.worker import Binding, Copied, Copies, Graphs, Model, Worker
+from specmortem.incidents.pp_align_copy.kernels import AFTER, Guards
+
+
+class Sampler(Protocol):
+    """Tokens of each row from what the last rank gives; an empty list where the row needs none."""
+
+    def __call__(self, batch: Batch, hidden: torch.Tensor | None) -> list[list[int]]: ...  # noqa: D102
+
+
+class RandomAcceptance:
+    """Tokens that mean nothing, as many as a seeded coin accepts: each draft with probability `rate`."""
+
+    def __init__(self, seed: int, rate: float = 0.6) -> None:
+        self.random, self.rate = random.Random(seed), rate
+
+    def __call__(self, batch: Batch, hidden: torch.Tensor | None) -> list[list[int]]:
+        """One token, and one for each accepted draft."""
+        return [self._row(row) if row.samples else [] for row in batch.rows]
+
+    def _row(self, row: BatchRow) -> list[int]:
+        count = 1
+        while row.decode and count < row.num_tokens and self.random.random() < self.rate:
+            count += 1
+        return [0] * count
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run did: outputs by request, copies of all ranks in order, how many wanted ones were not made."""
+
+    outputs: dict[int, list[int]]
+    copied: list[Copied]
+    missed: int
+    steps: int
+    preemptions: int
+
+    @property
+    def wrong(self) -> list[Copied]:
+        """Copies that touched a block of somebody else or of nobody."""
+        return [copied for copied in self.copied if copied.lane is not None]
+
+
+class Pipeline:
+    """Ranks, a scheduler and a sampler. `ranks` limits which ranks run, for models that pass nothing on."""
+
+    def __init__(
+        self,
+        device: Device,
+        config: EngineConfig,
+        requests: Sequence[Request],
+        *,
+        binding: Binding,
+        model: Callable[[int], Model],
+        sampler: Sampler,
+        drafter: Drafter = _no_drafts,
+        copies: Copies = "plain",
+        graphs: Callable[[Worker], Graphs] | None = None,
+        ranks: Sequence[int] | None = None,
+        guards: Guards = AFTER,
+    ) -> None:
+        self.config, self.sampler = config, sampler
+        self.scheduler = Scheduler(config, requests, drafter)
+        last = config.pp_size - 1
+        self.workers = [
+            Worker(
+                device,
+                config,
+                model(rank),
+                binding,
+                rank=rank,
+                late=rank < last,
+                copies=copies,
+                guards=guards,
+            )
+            for rank in (range(config.pp_size) if ranks is None else ranks)
+        ]
+        if graphs is not None:
+            for worker in self.workers:
+                worker.graphs = graphs(worker)
+        self.batches: list[Batch] = []
+
+    def step(self) -> Batch:
+        """One step of the whole pipeline."""
+        batch, hidden = self.scheduler.schedule(), None
+        for worker in self.workers:
+            worker.begin(batch)
+            if batch.rows:
+                hidden = worker.forward(batch, hidden)
+        sampled = self.sampler(batch, hidden)
+        counts = [len(tokens) for tokens in sampled]
+        for worker in self.workers:
+            worker.finish(batch, lambda: counts)
+        self.scheduler.record(batch, lambda: sampled)
+        self.batches.append(batch)
+        return batch
+
+    def run(self, max_steps: int = 2000, until_wrong: bool = False) -> Run:
+        """Steps until no request is left, or the first wrong copy. Raises BadInputError when `max_steps` do not do."""
+        while not self.scheduler.done and not (until_wrong and any(w.wrong for w in self.workers)):
+            if len(self.batches) >= max_steps:
+                raise BadInputError(f"the workload is not done after {max_steps} steps; raise max_steps")
+            self.step()
+        copied = [copied for worker in self.workers for copied in worker.copied]
+        copied.sort(key=lambda c: (c.step, c.when == "pre", c.rank))
+        missed = sum(worker.missed for worker in self.workers)
+        done = self.scheduler
+        return Run(done.finished, copied, missed, len(self.batches), done.preemptions)

@@ -1,0 +1,322 @@
+"""The step of one rank, in the order of the engine.
+
+1. Consume the sampled output that is due: accepted counts, then the copies that align a state with its block's end.
+2. Free what left, place what came, append block ids, gather the batch's table.
+3. Bookkeeping of columns, and the copies to a new running block.
+4. The forward.
+5. Hand on where this step's output will be found: the last rank consumes it at once, any other pp_size steps later.
+
+Between 5 and the 1 that belongs to it, other batches were gathered. `Binding` says what the copies read: the batch's
+table at the batch row (`before`), or the persistent table at the request's slot (`after`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from specmortem.device import Device
+from specmortem.incidents.pp_align_copy import kernels as align_copy
+from specmortem.incidents.pp_align_copy.engine.block_tables import BlockTables
+from specmortem.incidents.pp_align_copy.engine.pool import poison
+from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, EngineConfig
+from specmortem.incidents.pp_align_copy.engine.slots import Slots, Ticket
+from specmortem.incidents.pp_align_copy.kernels import AFTER, AlignStates, Counters, Guards, Move, Row, State
+from specmortem.kernels import Backend
+
+T = TypeVar("T")
+Copies = Backend
+Lane = Literal["live-neighbour", "other-block", "stale-tail"]
+
+
+class Binding(NamedTuple):
+    """Which table the copies read, and at which row."""
+
+    row: Row
+    table: Literal["gathered", "persistent"]
+
+
+BINDINGS = {
+    "before": Binding("batch", "gathered"),
+    "row-only": Binding("slot", "gathered"),
+    "table-only": Binding("batch", "persistent"),
+    "after": Binding("slot", "persistent"),
+}
+
+
+class Ring(Generic[T]):
+    """Outputs under way: what is pushed at step t is popped at the start of step t + size; None before that."""
+
+    def __init__(self, size: int) -> None:
+        self._entries: deque[T | None] = deque([None] * size)
+
+    def pop(self) -> T | None:
+        """The entry of `size` steps ago."""
+        return self._entries.popleft()
+
+    def push(self, entry: T) -> None:
+        """The entry of this step."""
+        self._entries.append(entry)
+
+
+class Layout(NamedTuple):
+    """Where the forward of a batch finds states: row b of `table` belongs to slots[b]."""
+
+    table: torch.Tensor  # int32 [rows, columns]
+    slots: torch.Tensor  # int64 [rows]
+    counters: Counters
+
+
+class Model(Protocol):
+    """The layers of one rank."""
+
+    states: list[State]
+
+    def forward(self, batch: Batch, layout: Layout, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """Advance the states by a batch; `hidden` comes from the rank before and goes to the next."""
+
+
+class Graphs(Protocol):
+    """Captured forwards; `padded` says how many rows the graph for a batch has, 0: none."""
+
+    def padded(self, batch: Batch) -> int: ...  # noqa: D102
+
+    def run(self, batch: Batch, slots: Sequence[int], hidden: torch.Tensor | None) -> torch.Tensor: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A copy that a rank made for a request, before (`pre`) or after (`post`) a forward.
+
+    A wrong one touched a block outside its request's own row, and has a `lane`: the running or speculative state of a
+    live request (`victim`), another block of one, or (a stale tail) a block of nobody. `in_place` says that source and
+    destination column were one, so that the accepted count went back to 1 for this copy.
+    """
+
+    step: int
+    rank: int
+    when: Literal["pre", "post"]
+    request: int
+    move: Move
+    in_place: bool
+    lane: Lane | None = None
+    victim: int | None = None
+
+
+class _Pending(NamedTuple):
+    """A step whose sampled counts are under way."""
+
+    tickets: list[Ticket]
+    drafted: list[int]
+    samples: list[bool]
+    counts: Callable[[], Sequence[int]]
+
+
+class Worker:
+    """One rank. `late` is true for all but the last; `guards` are those of the copy kernels, but for the row."""
+
+    def __init__(
+        self,
+        device: Device,
+        config: EngineConfig,
+        model: Model,
+        binding: Binding,
+        *,
+        rank: int = 0,
+        late: bool = True,
+        copies: Copies = "plain",
+        guards: Guards = AFTER,
+    ) -> None:
+        self.device, self.config, self.model, self.binding = device, config, model, binding
+        self.rank, self.late, self.copies = rank, late, copies
+        self.guards = replace(guards, row=binding.row)
+        self.slots = Slots(config.max_num_seqs)
+        self.tables = BlockTables(device, config.max_num_seqs, config.max_blocks)
+        self.counters = Counters.empty(config.max_num_seqs + 1, device.torch_device)
+        self.counters.state_idx[config.max_num_seqs] = 0
+        nobody = torch.empty(0, dtype=torch.int64, device=device.torch_device)
+        self.layout = Layout(self.tables.gathered, nobody, self.counters)
+        self.graphs: Graphs | None = None
+        table = self.tables.gathered if binding.table == "gathered" else self.tables.persistent
+        self.states = AlignStates([table], model.states)
+        self.blocks: dict[int, list[int]] = {}
+        self.ring: Ring[_Pending] = Ring(config.pp_size if late else 0)
+        self.intended = AlignStates([self.tables.persistent], model.states)
+        self.copied: list[Copied] = []
+        self.missed = 0
+        self.on_leave: Callable[[int], None] = lambda name: None
+        self._moves: list[Move] = []
+        self._wanted: list[Move] = []
+        self._hidden: torch.Tensor | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """Everything before the forward."""
+        entry = self.ring.pop() if self.late else None
+        if entry is not None:
+            self._consume(batch.step, entry)
+        self._update(batch)
+        if batch.rows:
+            self._prepare(batch)
+
+    def forward(self, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """The layers of this rank over the batch, from a graph where there is one for it."""
+        slots = [self.slots.of(row.name) for row in batch.rows]
+        if self.graphs is not None and self.graphs.padded(batch):
+            return self.graphs.run(batch, slots, hidden)
+        self.device.launch(self._forward, batch, slots, hidden, name="forward")
+        self.device.synchronize()
+        return self._hidden
+
+    def _forward(self, batch: Batch, slots: list[int], hidden: torch.Tensor | None) -> None:
+        index = torch.tensor(slots, device=self.device.torch_device)
+        self._hidden = self.model.forward(batch, self.layout._replace(slots=index), hidden)
+
+    def finish(self, batch: Batch, counts: Callable[[], Sequence[int]]) -> None:
+        """Count the step's tokens as computed, and consume the sampled counts now or pp_size steps later."""
+        rows = batch.rows
+        entry = _Pending(
+            [self.slots.ticket(row.name) for row in rows],
+            [row.num_tokens if row.decode else 0 for row in rows],
+            [row.samples for row in rows],
+            counts,
+        )
+        if rows:
+            slots = [ticket.slot for ticket in entry.tickets]
+            self.device.launch(self._advance, slots, [row.num_tokens for row in rows], name="advance")
+        if self.late:
+            self.ring.push(entry)
+        else:
+            self._consume(batch.step, entry)
+
+    def _advance(self, slots: list[int], num_tokens: list[int]) -> None:
+        self._add(self.counters.num_computed, slots, num_tokens)
+
+    def _add(self, target: torch.Tensor, slots: list[int], values: list[int]) -> None:
+        where = target.device
+        index = torch.tensor(slots, device=where)
+        target.index_add_(0, index, torch.tensor(values, dtype=target.dtype, device=where))
+
+    def _consume(self, step: int, entry: _Pending) -> None:
+        """Accepted counts of the rows that still have their request and needed a sample; copies for them."""
+        live = [s and self.slots.valid(t) for s, t in zip(entry.samples, entry.tickets, strict=True)]
+        if not any(live):
+            return
+        counts = [max(1, count) for count in entry.counts()]
+        slots = [t.slot if alive else -1 for alive, t in zip(live, entry.tickets, strict=True)]
+        rejected = [n - c if n else 0 for n, c in zip(entry.drafted, counts, strict=True)]
+        self.device.launch(self._postprocess, slots, counts, rejected, name="postprocess")
+        self._audit(step, "post")
+
+    def _postprocess(self, slots: list[int], counts: list[int], rejected: list[int]) -> None:
+        """Scatter the counts to slots and copy. A batch row of -1 is nobody's."""
+        where = self.device.torch_device
+        live = [row for row, slot in enumerate(slots) if slot >= 0]
+        index = torch.tensor([slots[row] for row in live], device=where)
+        taken = torch.tensor([counts[row] for row in live], dtype=torch.int32, device=where)
+        self.counters.num_accepted[index] = taken
+        self._add(self.counters.num_computed, [slots[row] for row in live], [-rejected[row] for row in live])
+        mapping = torch.tensor(slots, dtype=torch.int32, device=where)
+        size, row = self.config.block_size, self.binding.row
+        post = (self.counters, mapping, size)
+        self._wanted, _ = align_copy.plan_postcopy(self.intended, *post)
+        if self.copies == "plain":
+            self._moves = align_copy.reference_postcopy(self.states, *post, row)
+        else:
+            self._moves, _ = align_copy.plan_postcopy(self.states, *post, row)
+            align_copy.postcopy(self.states, *post, self.guards)
+
+    def _release(self, names: Sequence[int]) -> None:
+        """Free what the leaving hold. `on_leave` may look at states while no queued work changes them."""
+        if names:
+            self.device.synchronize()
+        for name in names:
+            self.on_leave(name)
+            self.slots.release(name)
+            del self.blocks[name]
+        if names:
+            self.device.synchronize()
+
+    def _update(self, batch: Batch) -> None:
+        self._release(batch.left)
+        for name in batch.came:
+            self.tables.clear(self.slots.take(name))
+            self.blocks[name] = []
+        if batch.came:
+            self.device.launch(self._start, [self.slots.of(name) for name in batch.came], name="start")
+        for name, blocks in batch.blocks.items():
+            self.blocks[name] += blocks
+        if batch.blocks:
+            self.tables.append({self.slots.of(name): ids for name, ids in batch.blocks.items()})
+            fresh = [block for ids in batch.blocks.values() for block in ids]
+            tensors = [state.tensor for state in self.model.states]
+            self.device.launch(poison, tensors, fresh, name="fresh blocks")
+
+    def _start(self, slots: list[int]) -> None:
+        """No token computed, no running column, no drafts to accept."""
+        for target, value in (
+            (self.counters.state_idx, -1),
+            (self.counters.num_computed, 0),
+            (self.counters.num_accepted, 1),
+        ):
+            target[slots] = value
+
+    def _prepare(self, batch: Batch) -> None:
+        slots = [self.slots.of(row.name) for row in batch.rows]
+        padded = self.graphs.padded(batch) if self.graphs is not None else 0
+        self.tables.gather(slots, padded)
+        starts = [0]
+        for row in batch.rows:
+            starts.append(starts[-1] + row.num_tokens)
+        self.device.launch(self._preprocess, slots, starts, name="preprocess")
+        self._audit(batch.step, "pre")
+
+    def _preprocess(self, slots: list[int], starts: list[int]) -> None:
+        where, row = self.device.torch_device, self.binding.row
+        mapping = torch.tensor(slots, dtype=torch.int32, device=where)
+        loc = torch.tensor(starts, dtype=torch.int32, device=where)
+        plain = self.copies == "plain"
+        bookkeeping = align_copy.reference_preprocess if plain else align_copy.preprocess
+        bookkeeping(self.counters, mapping, loc, self.config.block_size)
+        self._wanted = align_copy.plan_precopy(self.intended, self.counters, mapping)
+        if plain:
+            self._moves = align_copy.reference_precopy(self.states, self.counters, mapping, row)
+        else:
+            self._moves = align_copy.plan_precopy(self.states, self.counters, mapping, row)
+            align_copy.precopy(self.states, self.counters, mapping, self.guards)
+
+    def _audit(self, step: int, when: Literal["pre", "post"]) -> None:
+        """Compare the copies just made with who owns which block, and with those that were wanted."""
+        self.device.synchronize()
+        made = {(m.slot, m.state, m.src_block, m.dst_block, m.bias) for m in self._moves}
+        self.missed += sum(
+            (m.slot, m.state, m.src_block, m.dst_block, m.bias) not in made for m in self._wanted
+        )
+        self.copied += [self._judged(step, when, move) for move in self._moves]
+
+    def _judged(self, step: int, when: Literal["pre", "post"], move: Move) -> Copied:
+        name = self.slots.holder(move.slot)
+        assert isinstance(name, int), "a copy is for a request that has its slot"
+        in_place = when == "post" and move.dst_col == int(self.counters.state_idx[move.slot])
+        foreign = [b for b in (move.dst_block, move.src_block) if b not in self.blocks[name]]
+        if not foreign:
+            return Copied(step, self.rank, when, name, move, in_place)
+        victim, lane = self._hit(foreign[0])
+        return Copied(step, self.rank, when, name, move, in_place, lane, victim)
+
+    def _hit(self, block: int) -> tuple[int | None, Lane]:
+        """Whose block this is, and what it holds."""
+        victim = next((name for name, blocks in self.blocks.items() if block in blocks), None)
+        if victim is None:
+            return None, "stale-tail"
+        running = int(self.counters.state_idx[self.slots.of(victim)])
+        column = self.blocks[victim].index(block)
+        return victim, "live-neighbour" if column >= running else "other-block"
+
+    @property
+    def wrong(self) -> list[Copied]:
+        """Copies that touched a block of somebody else or of nobody."""
+        return [copied for copied in self.copied if copied.lane is not None]

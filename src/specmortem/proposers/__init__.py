@@ -1,1 +1,0 @@
-"""Draft proposers, written once against the device interface."""

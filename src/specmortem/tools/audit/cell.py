@@ -1,0 +1,46 @@
+"""One judgement in its own process: a probe on the code of one subject, inside a box.
+
+`specmortem.isolation` starts the process and types its end; everything in here runs in that process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from contextlib import suppress
+from typing import Any
+
+from specmortem import upstream
+from specmortem.incident import all_incidents, of_cause
+from specmortem.tools.audit import box
+from specmortem.tools.audit.records import Recorded
+from specmortem.tools.audit.subjects import Place
+from specmortem.verdict import Verdict
+
+# The supervisor imports this module once, and forks the judgements with all probes in memory.
+for _incident in all_incidents().values():
+    with suppress(Exception):
+        importlib.import_module(f"{_incident.package}.probe")
+
+
+def judge(cause: str, place: dict[str, str], device: str, cpu_seconds: float) -> dict[str, Any]:
+    """Verdict and record of a cause on a subject; `wanted` names files that must be brought here first."""
+    gc.freeze()  # what was imported is garbage to nobody: collections need not walk it again and again
+    probe = importlib.import_module(f"{of_cause(cause).package}.probe")
+    subject = Place(**place)  # type: ignore[arg-type]
+    tree = Recorded(subject.open())
+    upstream.give(subject.subject, tree)
+    watch, changed = box.Watch(), box.Watch.changed
+    held = box.enter(cpu_seconds, strict=device == "sim")
+    error = ""
+    try:
+        found = probe.judge(cause, subject.subject, device)
+    except Exception as raised:
+        if not tree.wanted:
+            error = f"{type(raised).__name__}: {raised}"
+        found = None
+    if touched := changed(watch):
+        found, error = None, f"the code of the tree replaced {touched[0]}; its verdict does not count"
+    if found is None:
+        found = Verdict.not_judged(error or "files are missing").as_dict()
+    return {"verdict": found, "record": tree.record.as_dict(), "wanted": tree.wanted, "box": held}

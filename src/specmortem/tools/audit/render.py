@@ -1,0 +1,210 @@
+"""An audit as a table on a terminal, JSON, Markdown, CSV, or a page that stands alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specmortem.tools.audit.matrix import Audit, Row
+from specmortem.verdict import versions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MARKS: Mapping[str, str] = {
+    "fault": "✗ fault",
+    "clean": "✓ clean",
+    "not-present": "· not present",
+    "not-judged": "– not judged",
+}
+REACHED: Mapping[str, str] = {"yes": "reached", "no": "not reachable", "unknown": "reach not known", "": ""}
+STYLES = {"fault": "bold red", "clean": "blue", "not-judged": "yellow", "not-present": "dim"}
+COLUMNS = (
+    "date",
+    "subject",
+    "version",
+    "cause",
+    "incident",
+    "status",
+    "witness",
+    "hashes",
+    "same_code_as",
+    "fixed",
+    "workarounds",
+    "expected",
+    "judged_on",
+)
+
+
+def today() -> str:
+    """The date, as pages and tables show it."""
+    return datetime.now(UTC).date().isoformat()
+
+
+def told(row: Row) -> str:
+    """Status, and where a configuration was given whether it reaches the cause."""
+    return MARKS[row.status] + (f", {REACHED[row.reach]}" if row.reach and row.status == "fault" else "")
+
+
+def terminal(audit: Audit, console: Console) -> None:
+    """One table a subject; then what a configuration reaches, and flags that were not read."""
+    from rich.table import Table
+    from rich.text import Text
+
+    for subject, rows in by_subject(audit).items():
+        table = Table("cause", "verdict", "body", "what was seen, and what to do", box=None, pad_edge=False)
+        table.title, table.title_justify = subject, "left"
+        for row in rows:
+            text = Text(row.witness)
+            if row.advice:
+                text.append(f"\n→ {row.advice}", style="green")
+            if row.reach and row.status in ("fault", "not-judged"):
+                text.append(f"\n{REACHED[row.reach]}: {row.reach_reason}", style="dim")
+            if row.differs:
+                text.append(f"\nthe incident file says: {row.expected}", style="yellow")
+            table.add_row(row.cause, Text(told(row), style=STYLES[row.status]), Text(bodies(row)), text)
+        console.print(table)
+    for line in notes(audit):
+        console.print(Text(line), style="yellow")
+
+
+def bodies(row: Row) -> str:
+    """The hashes of the bodies judged, one a line."""
+    return "\n".join(dict.fromkeys(row.hashes.values()))
+
+
+def notes(audit: Audit) -> list[str]:
+    """What a reader must know beside the rows."""
+    found = []
+    if audit.config and audit.config.unknown:
+        found.append(f"flags that were not read: {', '.join(audit.config.unknown)}")
+    if audit.config and not audit.config.complete:
+        found.append(
+            "no whole launch command was given: what it leaves out is not known, defaults are not assumed"
+        )
+    shared = sum(bool(row.same_code_as) for row in audit.rows)
+    if shared:
+        found.append(
+            f"{shared} verdicts are those of another release with the same code; lines are those of that one"
+        )
+    return found
+
+
+def by_subject(audit: Audit) -> dict[str, list[Row]]:
+    """Rows a subject, in the order of the audit."""
+    found: dict[str, list[Row]] = {}
+    for row in audit.rows:
+        found.setdefault(row.subject, []).append(row)
+    return found
+
+
+def as_json(audit: Audit) -> str:
+    """Everything, for programs."""
+    data = {
+        "date": today(),
+        "device": audit.device,
+        "versions": versions(),
+        "judged": audit.judged,
+        "cached": audit.cached,
+        "bytes_moved": audit.bytes_moved,
+        "config": vars(audit.config) | {"sources": dict(audit.config.sources)} if audit.config else None,
+        "notes": notes(audit),
+        "rows": [row.as_dict() for row in audit.rows],
+    }
+    return json.dumps(data, indent=1, ensure_ascii=False)
+
+
+def markdown(audit: Audit) -> str:
+    """The matrix, and below it every fault with its witness."""
+    subjects = list(by_subject(audit))
+    lines = [f"# Audit of {today()}", "", _line(["cause", *subjects]), _line(["---"] * (len(subjects) + 1))]
+    lines += [_line([cause, *(told(row) for row in rows)]) for cause, rows in by_cause(audit).items()]
+    faults = [row for row in audit.rows if row.status == "fault"]
+    lines += ["", "## Faults", ""] if faults else []
+    for row in faults:
+        reach = f" {REACHED[row.reach].capitalize()}: {row.reach_reason}." if row.reach else ""
+        lines.append(
+            f"- **{row.cause}** on {row.subject}: {_escaped(row.witness)}. {_escaped(row.advice)}.{_escaped(reach)}"
+        )
+    unjudged = [row for row in audit.rows if row.status == "not-judged"]
+    lines += ["", "## Not judged", ""] if unjudged else []
+    lines += [f"- {row.cause} on {row.subject}: {_escaped(row.witness)}" for row in unjudged]
+    return "\n".join([*lines, "", *notes(audit)]).rstrip() + "\n"
+
+
+def by_cause(audit: Audit) -> dict[str, list[Row]]:
+    """Rows a cause, in the order of the audit."""
+    found: dict[str, list[Row]] = {}
+    for row in audit.rows:
+        found.setdefault(row.cause, []).append(row)
+    return found
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(_escaped(cell) for cell in cells)} |"
+
+
+def _escaped(text: str) -> str:
+    for character in "\\|*_<>`[]":
+        text = text.replace(character, f"\\{character}")
+    return text
+
+
+def as_csv(audit: Audit) -> str:
+    """One line a row."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    date = today()
+    for row in audit.rows:
+        writer.writerow(_fields(row, date))
+    return out.getvalue()
+
+
+def _fields(row: Row, date: str) -> dict[str, Any]:
+    found = {name: getattr(row, name) for name in COLUMNS if hasattr(row, name)}
+    return found | {
+        "date": date,
+        "hashes": " ".join(f"{name}={body}" for name, body in row.hashes.items()),
+        "workarounds": "; ".join(row.workarounds) if row.status == "fault" else "",
+        "judged_on": row.evidence.detail.get("judged_on", ""),
+    }
+
+
+def page(audit: Audit) -> str:
+    """A page with the matrix, each cell linked to its witness.
+
+    Raises BadInputError when a text would make the page fetch or run something.
+    """
+    from specmortem.report.html import standalone
+
+    return standalone(
+        Path(__file__).parent,
+        "audit.html.j2",
+        "the audit",
+        date=today(),
+        versions=versions(),
+        device=audit.device,
+        subjects=list(by_subject(audit)),
+        groups=_groups(audit),
+        notes=notes(audit),
+        marks=MARKS,
+        reached=REACHED,
+    )
+
+
+def _groups(audit: Audit) -> list[tuple[str, list[tuple[str, str, list[Row], list[tuple[str, list[Row]]]]]]]:
+    """(incident, [(cause, title, its rows, [(anchor, rows that share a witness)])]); `anchors` of rows are unique."""
+    found: dict[str, list[tuple[str, str, list[Row], list[tuple[str, list[Row]]]]]] = {}
+    for cause, rows in by_cause(audit).items():
+        shared: dict[tuple[str, str, str], list[Row]] = {}
+        for row in rows:
+            shared.setdefault((row.status, row.witness, row.reach), []).append(row)
+        parts = [(f"{cause}-{number}", same) for number, same in enumerate(shared.values(), 1)]
+        found.setdefault(rows[0].incident, []).append((cause, rows[0].title, rows, parts))
+    return list(found.items())

@@ -1,0 +1,274 @@
+"""The command `load`. Heavy imports happen inside it, so that help is instant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specmortem.errors import BadInputError, UnavailableError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from specmortem.tools.load.driver import Driver, Watcher
+    from specmortem.tools.load.outcome import Ask, Record
+    from specmortem.tools.load.result import Result
+    from specmortem.tools.load.settings import Settings, Shape
+
+FILE, PAGE = Path("load.json"), Path("load.html")
+SHAPE_NAMES = ("long-rounds", "short-ramp", "two-streams")
+INTERRUPTED = 130
+SECONDS = click.FloatRange(min=0, min_open=True)
+COUNT = click.IntRange(min=1)
+
+
+def _shown(default: Any) -> dict[str, Any]:
+    return {"default": default, "show_default": True}
+
+
+@click.command()
+@click.option("--url", required=True, metavar="URL", help="Root of the server, e.g. http://127.0.0.1:8000")
+@click.option("--shape", type=click.Choice(SHAPE_NAMES), **_shown("short-ramp"))
+@click.option("--model", default="", metavar="NAME", help="By default the first that the server lists.")
+@click.option("--api", type=click.Choice(["chat", "completions"]), **_shown("chat"))
+@click.option("--seed", type=int, help="Of prompts and lengths.", **_shown(0))
+@click.option("--concurrency", metavar="N[,N...]", help="In place of the shape's; one figure a round.")
+@click.option("--rounds", type=COUNT, metavar="N", help="In place of the shape's.")
+@click.option("--requests", type=click.IntRange(min=0), metavar="N", help="A round; 0: its concurrency.")
+@click.option("--prompt-tokens", metavar="N|LOW-HIGH", help="In place of the shape's; an estimate.")
+@click.option("--max-tokens", metavar="N|LOW-HIGH", help="In place of the shape's.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), metavar="FILE", help="JSON lines, in place of made prompts."
+)
+@click.option("--temperature", type=click.FloatRange(min=0), metavar="T", help="In place of the shape's.")
+@click.option("--stream/--no-stream", default=None, help="In place of the shape's.")
+@click.option("--pause", type=click.FloatRange(min=0), metavar="S", help="Between rounds.")
+@click.option("--warm-up", type=click.IntRange(min=0), metavar="N", help="One at a time.", **_shown(1))
+@click.option("--ignore-eos", is_flag=True, help="Forbid an early end (vLLM); healthy models may loop then.")
+@click.option("--min-tokens", type=click.IntRange(min=0), metavar="N", help="(vLLM)", **_shown(0))
+@click.option("--check", is_flag=True, help="Judge whether answers recall the value asked for.")
+@click.option("--metrics-every", type=click.FloatRange(min=0), metavar="S", help="0: never.", **_shown(2))
+@click.option("--health-every", type=SECONDS, metavar="S", **_shown(2))
+@click.option("--request-timeout", type=SECONDS, metavar="S", help="Of a whole request.")
+@click.option("--first-byte-timeout", type=SECONDS, metavar="S", help="Of a stream.", **_shown(300))
+@click.option("--idle-timeout", type=SECONDS, metavar="S", help="Between bytes.", **_shown(60))
+@click.option("--connect-timeout", type=SECONDS, metavar="S", **_shown(10))
+@click.option("--max-requests", type=COUNT, metavar="N", help="Hard limit, warm-up included.", **_shown(2000))
+@click.option("--max-time", type=SECONDS, metavar="S", help="Hard limit of the run.", **_shown(3600))
+@click.option("--max-bytes", type=COUNT, metavar="N", help="Hard limit of a response.", **_shown(8 * 2**20))
+@click.option("--allow-host", multiple=True, metavar="HOST", help="A host other than this machine.")
+@click.option("--api-key-env", metavar="NAME", help="Environment variable with the API key; never shown.")
+@click.option("--expect", type=click.Choice(["clean"]), help="Exit with 1 unless the run is whole and clean.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), **_shown("text"))
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", **_shown(Path("out")))
+@click.pass_context
+def load(ctx: click.Context, /, form: str, out: Path, expect: str | None, **options: Any) -> None:
+    """Put load on an OpenAI-compatible server, and say what broke; writes DIR/load.json and DIR/load.html.
+
+    Shapes: long-rounds (64 at once, 5 rounds, 4,000 tokens), short-ramp (16, 32, then 64 at once, short prompts),
+    two-streams (2 at once, prompts of 6,000 to 45,000 tokens, 100 requests). Nothing is ever sent twice. Only
+    loopback addresses are let through; another host needs --allow-host.
+
+    A line of --prompts is {"prompt": TEXT, "expected": TEXT}; either may be a list of token ids, for a server without a
+    tokenizer (vLLM, --api completions). With --check an answer must hold the text, or begin with the ids.
+
+    Exit code: 0 the run ended (with --expect: whole and clean), 1 the expectation failed, 2 bad input, no server, or
+    a warm-up that was refused, 130 interrupted; the result is then partial and valid.
+    """
+    from rich.console import Console
+
+    from specmortem.tools.load import address, render
+    from specmortem.tools.load.outcome import Outcome
+    from specmortem.tools.load.result import Status
+    from specmortem.verdict import write_atomically
+
+    settings = _settings(options)
+    key = address.api_key(options["api_key_env"])
+    _check_writable(out)
+    result = _run(settings, key, out)
+    result.save(out / FILE)
+    write_atomically(out / PAGE, render.page(result))
+    if form == "json":
+        click.echo(result.as_json(), nl=False)
+    else:
+        render.terminal(result, Console())
+        click.echo(f"result: {out / FILE}\npage: {out / PAGE}")
+    if result.status is Status.INTERRUPTED:
+        ctx.exit(INTERRUPTED)
+    if result.status is Status.WARM_UP_FAILED and Outcome.REFUSED in result.counts:
+        raise BadInputError(f"the server refused the warm-up: {result.said}")
+    ctx.exit(int(expect == "clean" and not result.clean))
+
+
+def _check_writable(out: Path) -> None:
+    """Make the folder and write in it, before anything is sent. Raises UnavailableError when that fails."""
+    import tempfile
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot write to --out {out}: {error.strerror or error}; give another folder"
+        ) from error
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    """The settings that the options stand for."""
+    from specmortem.tools.load import address, prompts
+    from specmortem.tools.load.settings import Limits, Settings
+
+    limits = Limits(
+        requests=options["max_requests"],
+        run_s=options["max_time"],
+        response_bytes=options["max_bytes"],
+        first_byte_s=options["first_byte_timeout"],
+        idle_s=options["idle_timeout"],
+        connect_s=options["connect_timeout"],
+    )
+    same = ("model", "api", "warm_up", "seed", "check", "ignore_eos", "min_tokens")
+    return Settings(
+        url=address.base_url(options["url"], options["allow_host"]),
+        shape=_shape(options),
+        metrics_s=options["metrics_every"],
+        health_s=options["health_every"],
+        limits=limits,
+        prompts=prompts.read(options["prompts"]) if options["prompts"] else None,
+        allow_host=options["allow_host"],
+        **{name: options[name] for name in same},
+    )
+
+
+def _shape(options: dict[str, Any]) -> Shape:
+    """The named shape with what the options put in place of its own figures."""
+    from specmortem.tools.load.settings import SHAPES
+
+    shape = SHAPES[options["shape"]]
+    changes: dict[str, Any] = {
+        "requests": options["requests"],
+        "temperature": options["temperature"],
+        "stream": options["stream"],
+        "pause_s": options["pause"],
+        "request_s": options["request_timeout"],
+        "prompt_tokens": _range("--prompt-tokens", options["prompt_tokens"]),
+        "max_tokens": _range("--max-tokens", options["max_tokens"]),
+        "concurrency": _concurrency(options["concurrency"], options["rounds"], shape.concurrency),
+    }
+    return replace(shape, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _concurrency(text: str | None, rounds: int | None, own: tuple[int, ...]) -> tuple[int, ...]:
+    """One figure a round: those given, else the shape's, from the start again where there are more rounds."""
+    figures = own
+    if text is not None:
+        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
+            raise BadInputError(f"--concurrency {text}: expected N or N,N,...")
+        figures = tuple(map(int, text.split(",")))
+        if rounds is None and len(figures) == 1:
+            rounds = len(own)
+    return tuple(figures[i % len(figures)] for i in range(rounds or len(figures)))
+
+
+def _range(option: str, text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    if not (match := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)):
+        raise BadInputError(f"{option} {text}: expected N or LOW-HIGH")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _run(settings: Settings, key: str, out: Path) -> Result:
+    """The run, with progress on stderr; SIGINT and SIGTERM end it with what there is."""
+    import asyncio
+
+    from specmortem.tools.load.driver import Driver
+
+    def checkpoint(result: Result) -> None:
+        result.save(out / FILE)
+
+    async def main() -> Result:
+        with _progress(min(settings.planned, settings.limits.requests)) as watcher:
+            driver = Driver(settings, key, watcher, checkpoint)
+            _catch_signals(driver)
+            return await driver.run()
+
+    return asyncio.run(main())
+
+
+def _catch_signals(driver: Driver) -> None:
+    """The first SIGINT or SIGTERM stops the run; a second has its usual effect."""
+    import asyncio
+    import signal
+
+    from specmortem.tools.load.result import Status
+
+    loop = asyncio.get_running_loop()
+
+    def stop(which: signal.Signals) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+        driver.stop(Status.INTERRUPTED, which.name)
+
+    for which in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(which, stop, which)
+
+
+class _Bar:
+    """Shows a run on a bar of rich, and says a line a round."""
+
+    def __init__(self, bars: Progress, planned: int) -> None:
+        self._bars = bars
+        self._task = bars.add_task("requests", total=planned, flight=0, bad=0, tokens=0)
+        self._flight = self._bad = self._tokens = 0
+
+    def sent(self, ask: Ask) -> None:
+        """One more in flight."""
+        self._flight += 1
+        self._show(0)
+
+    def closed(self, record: Record) -> None:
+        """One less in flight."""
+        from specmortem.tools.load.outcome import UNREMARKABLE
+
+        self._flight -= 1
+        self._bad += record.outcome not in UNREMARKABLE
+        self._tokens += record.completion_tokens or 0
+        self._show(1)
+
+    def say(self, line: str) -> None:
+        """Above the bar, and also where no bar is shown."""
+        from rich.text import Text
+
+        self._bars.console.print(Text(line))
+
+    def _show(self, advance: int) -> None:
+        self._bars.update(
+            self._task, advance=advance, flight=self._flight, bad=self._bad, tokens=self._tokens
+        )
+
+
+@contextmanager
+def _progress(planned: int) -> Iterator[Watcher]:
+    """A live bar on stderr where that is a terminal, and a line a round in any case."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn(
+            "{task.fields[flight]} in flight, {task.fields[bad]} detected, {task.fields[tokens]} tokens"
+        ),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+        yield _Bar(bars, planned)

@@ -1,0 +1,266 @@
+"""A report for a terminal, as Markdown to paste upstream, and as a page. What comes from a log is always escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from specmortem.tools.triage.judge import INSUFFICIENT, NONE
+from specmortem.tools.triage.report import Part, Report
+
+SHOWN = 3
+ENVIRONMENT = (
+    "engine",
+    "version",
+    "fork",
+    "runner",
+    "model",
+    "gpu",
+    "arch",
+    "driver",
+    "tp",
+    "pp",
+    "dp",
+    "spec",
+    "method",
+    "k",
+    "async",
+    "graphs",
+    "backend",
+    "draft_backend",
+    "loop_backend",
+    "cache_mode",
+    "prefix_cache",
+    "block_size",
+    "state_block",
+    "kv_cache_dtype",
+    "max_num_seqs",
+    "max_model_len",
+    "max_num_batched_tokens",
+)
+EVIDENCE = (
+    "fault",
+    "xid",
+    "access",
+    "kernel_dump",
+    "kernel",
+    "other_kernel",
+    "symptom",
+    "phase",
+    "trigger",
+    "concurrency",
+    "running",
+    "kv_usage",
+    "acceptance_length",
+    "mechanism",
+    "messenger",
+    "frame",
+)
+HEADLINES: Mapping[str, str] = {NONE: "none of these incidents", INSUFFICIENT: "not enough evidence"}
+
+
+def headline(data: Mapping[str, Any]) -> str:
+    """The answer in one line."""
+    name = HEADLINES.get(data["answer"], data["answer"])
+    if data["answer"] == INSUFFICIENT:
+        return str(name)
+    detail = data["because"] if data["answer"] == NONE else data["cause"]
+    return f"{name}: {detail} ({data['confidence']} confidence)"
+
+
+def as_text(report: Report) -> str:
+    """For a terminal: plain lines, no escapes from the log."""
+    lines: list[str] = []
+    for part in report.parts:
+        if len(report.parts) > 1:
+            lines += [f"=== {part.where}", ""]
+        lines += [*_text_part(part.data), ""]
+    if report.redacted:
+        lines.append(
+            "redacted: " + ", ".join(f"{count} {kind}" for kind, count in sorted(report.redacted.items()))
+        )
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _text_part(data: Mapping[str, Any]) -> list[str]:
+    lines = [headline(data), ""]
+    for candidate in _shown(data):
+        lines.append(f"{candidate['incident']} / {candidate['cause']}  score {candidate['score']:g}")
+        lines += [f"  + {a['weight']:g}  {a['reason']}{_at(a)}" for a in candidate["for"]]
+        lines += [f"  - {a['weight']:g}  {a['reason']}{_at(a)}" for a in candidate["against"]]
+        lines += [f"  x    {a['reason']}{_at(a)}" for a in candidate["excluded_by"]]
+    lines += [f"  0    {text}" for text in data["weighs_nothing"]]
+    if data["next"]:
+        lines += ["", "next:"]
+        for entry in data["next"]:
+            lines += [f"  {entry['does']}: {entry['command']}"]
+            lines += [f"      {cause}: {told}" for cause, told in entry["separates"].items()]
+    if data["collect"]:
+        lines += ["", "collect:", *(f"  {text}" for text in data["collect"])]
+    if data["links"]:
+        lines += ["", *(f"{name}: {text}" for name, text in data["links"].items())]
+    return lines
+
+
+def _shown(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The candidates that matter to a reader: those with something for them that nothing excludes."""
+    alive = [c for c in data["candidates"] if not c["excluded_by"] and c["score"] > 0]
+    return alive[:SHOWN]
+
+
+def candidate_rows(report: Report) -> list[dict[str, str]]:
+    """The main answer's candidates as rows of a table, and what speaks for and against each, with file and line."""
+    return [
+        {
+            "candidate": f"{c['incident']} / {c['cause']}",
+            "score": f"{c['score']:g}",
+            "for": "; ".join(f"{a['weight']:g}: {a['reason']}{_at(a)}" for a in c["for"]),
+            "against": "; ".join(f"{a['weight']:g}: {a['reason']}{_at(a)}" for a in c["against"]),
+        }
+        for c in _shown(report.parts[0].data)
+    ]
+
+
+def next_rows(report: Report) -> list[dict[str, str]]:
+    """The main answer's next experiments as rows of a table, and what each candidate predicts of them."""
+    return [
+        {
+            "next": entry["does"],
+            "how": entry["command"],
+            "predicted": "; ".join(f"{cause}: {told}" for cause, told in entry["separates"].items()),
+        }
+        for entry in report.parts[0].data["next"]
+    ]
+
+
+def _at(argument: Mapping[str, Any]) -> str:
+    places = dict.fromkeys(f"{f['file'].rsplit('/', 1)[-1]}:{f['line']}" for f in argument["facts"])
+    return f"  [{', '.join(places)}]" if places else ""
+
+
+def code(text: str) -> str:
+    """`text` as a code span, in which Markdown, HTML, mentions and issue numbers mean nothing."""
+    text = text.replace("\r", " ").replace("\n", " ").strip()
+    if not text:
+        return ""
+    fence = "`"
+    while fence in text:
+        fence += "`"
+    pad = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def as_markdown(report: Report) -> str:
+    """Ready to paste into an upstream issue: environment, timeline, evidence, controls."""
+    lines: list[str] = []
+    for part in report.parts:
+        lines += _markdown_part(part)
+    counts = ", ".join(f"{count} × {kind}" for kind, count in sorted(report.redacted.items())) or "nothing"
+    return "\n".join([*lines, f"Redacted before pasting: {counts}.", ""])
+
+
+def _markdown_part(part: Part) -> list[str]:
+    data, facts = part.data, part.data["facts"]
+    lines = [f"### Triage of {code(part.where)}", "", f"**{headline(data)}**", ""]
+    lines += _section(
+        "Environment",
+        [
+            f"- {name}: {', '.join(code(f['value']) for f in facts[name])}"
+            for name in ENVIRONMENT
+            if name in facts
+        ],
+    )
+    lines += _section("Timeline", [f"- {code(f['time'])} {code(f['text'])}" for f in _timeline(facts)])
+    lines += _section(
+        "Evidence", [line for name in EVIDENCE if name in facts for line in _evidence(name, facts[name])]
+    )
+    lines += _section(
+        "Controls",
+        [
+            f"- {name.removeprefix('control.')}: {f['value']}, {code(f['text'])}"
+            for name in facts
+            if name.startswith("control.")
+            for f in facts[name]
+        ],
+    )
+    lines += _section(
+        "Candidates", [line for candidate in _shown(data) for line in _markdown_candidate(candidate)]
+    )
+    lines += _section("Weighs nothing", [f"- {text}" for text in map(_plain, data["weighs_nothing"])])
+    lines += _section(
+        "Next",
+        [
+            f"- {n['does']}: {code(n['command'])}; "
+            + "; ".join(f"{c}: {p}" for c, p in n["separates"].items())
+            for n in data["next"]
+        ],
+    )
+    lines += _section("Still to collect", [f"- {_plain(text)}" for text in data["collect"]])
+    return lines + _section("See", [f"- {name}: {code(text)}" for name, text in data["links"].items()])
+
+
+def _plain(text: str) -> str:
+    """Our own sentences hold brackets that Markdown would take for links."""
+    return text.replace("[", "\\[").replace("<", "&lt;")
+
+
+def _evidence(name: str, stated: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"- {name} {code(f['value'])} ({code(_where(f))}, seen {f['seen']}): {code(f['text'])}"
+        for f in stated[:4]
+    ]
+
+
+def _markdown_candidate(candidate: Mapping[str, Any]) -> list[str]:
+    lines = [f"- **{candidate['incident']} / {candidate['cause']}**, score {candidate['score']:g}"]
+    lines += [f"  - for ({a['weight']:g}): {a['reason']} ({a['source']})" for a in candidate["for"]]
+    return lines + [
+        f"  - against ({a['weight']:g}): {a['reason']} ({a['source']})" for a in candidate["against"]
+    ]
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    return [f"#### {title}", "", *lines, ""] if lines else []
+
+
+def _timeline(facts: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What is dated, once for each line, in the order of the files."""
+    dated = [f for stated in facts.values() for f in stated if f.get("time")]
+    return list(
+        {(f["file"], f["line"]): f for f in sorted(dated, key=lambda f: (f["file"], f["line"]))}.values()
+    )[:20]
+
+
+def _where(fact: Mapping[str, Any]) -> str:
+    return f"{fact['file'].rsplit('/', 1)[-1]}:{fact['line']}"
+
+
+def as_html(report: Report) -> str:
+    """A page of its own: no script, nothing fetched, everything from the log escaped."""
+    parts = [
+        (part, headline(part.data), _shown(part.data), _timeline(part.data["facts"])) for part in report.parts
+    ]
+    return str(
+        _template().render(
+            parts=parts,
+            redacted=sorted(report.redacted.items()),
+            environment_names=ENVIRONMENT,
+            evidence_names=EVIDENCE,
+            where=_where,
+        )
+    )
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("specmortem.tools.triage", "template"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("triage.html.j2")

@@ -1,0 +1,145 @@
+"""What a verdict rests on, and for which trees it holds."""
+
+import pytest
+
+from specmortem import upstream
+from specmortem.tools.audit import records
+from specmortem.tools.audit.records import Digests, Known, Question, Record, Recorded, judge_version
+from specmortem.tools.audit.subjects import Place
+from specmortem.tools.audit.verdicts import Verdicts
+from specmortem.verdict import Evidence, Verdict
+
+MAIN = "from vllm.helper import help\n\n\ndef target(a):\n    return help(a) + LIMIT\n\n\nLIMIT = 3\n"
+HELPER = "def help(a):\n    return a + 1\n\n\ndef other():\n    return 0\n"
+PATH = "vllm/main.py"
+
+
+def tree_of(make_tree, folder, main=MAIN, helper=HELPER):
+    return upstream.resolve(make_tree({PATH: main, "vllm/helper.py": helper}, folder))
+
+
+@pytest.fixture
+def judged(make_tree):
+    tree = Recorded(tree_of(make_tree, "judged"))
+    tree.first(["vllm/old.py", PATH])
+    upstream.lift(tree, PATH, "target")
+    upstream.body_hash(tree, PATH, "target")
+    return tree.record
+
+
+def same_code(record, tree):
+    other = Recorded(tree)
+    other.ask(record)
+    return record.same_code(other.record)
+
+
+def test_a_record_holds_files_presence_and_answers(judged):
+    assert set(judged.files) == {PATH, "vllm/helper.py"}
+    assert judged.looked_for == {"vllm/old.py": False, PATH: True}
+    assert judged.whole == {}
+    assert {q.kind for q in judged.answers} == {"closure", "body"}
+
+
+@pytest.mark.parametrize(
+    ("change", "files", "code"),
+    [
+        ({}, True, True),
+        ({"main": "# moved\n\n" + MAIN}, False, True),
+        ({"main": MAIN.replace("    return help", '    """Says."""\n    return help')}, False, True),
+        ({"helper": HELPER.replace("return 0", "return 9")}, False, True),
+        ({"helper": HELPER.replace("a + 1", "a + 2")}, False, False),
+        ({"main": MAIN.replace("LIMIT = 3", "LIMIT = 4")}, False, False),
+        ({"main": MAIN.replace("(a):", "(a: int):")}, False, False),
+        ({"main": MAIN.replace("def target", "@staticmethod\ndef target")}, False, False),
+        ({"main": MAIN.replace("def target(a)", "def renamed(a)")}, False, False),
+        ({"main": MAIN.replace("from vllm.helper import help", "from torch import help")}, False, False),
+    ],
+)
+def test_one_changed_line_decides(judged, make_tree, change, files, code):
+    tree = tree_of(make_tree, "other", **change)
+    assert judged.same_files(Digests(tree)) is files
+    assert same_code(judged, tree) is code
+
+
+def test_a_file_that_appears_where_a_probe_looked_first_decides(judged, make_tree):
+    tree = upstream.resolve(make_tree({PATH: MAIN, "vllm/helper.py": HELPER, "vllm/old.py": ""}, "other"))
+    assert not judged.same_files(Digests(tree))
+    assert not same_code(judged, tree)
+
+
+def test_a_file_that_a_probe_read_as_a_whole_must_be_equal(make_tree):
+    tree = Recorded(tree_of(make_tree, "judged"))
+    tree.fetch([PATH])
+    upstream.lift(tree, PATH, "target")
+    assert same_code(tree.record, tree_of(make_tree, "same"))
+    assert not same_code(tree.record, tree_of(make_tree, "other", main="# moved\n" + MAIN))
+
+
+def test_what_is_provided_belongs_to_the_question(make_tree):
+    tree = Recorded(tree_of(make_tree, "judged"))
+    upstream.lift(tree, PATH, "target", provide={"help": abs})
+    assert [q.provided for q in tree.record.answers] == [("help",)]
+    assert set(tree.record.files) == {PATH}
+
+
+def test_a_missing_definition_is_an_answer(make_tree):
+    tree = Recorded(tree_of(make_tree, "judged"))
+    with pytest.raises(upstream.NotPresentError):
+        upstream.lift(tree, PATH, "gone")
+    assert list(tree.record.answers.values()) == ["absent"]
+    assert same_code(tree.record, tree_of(make_tree, "same"))
+    assert not same_code(tree.record, tree_of(make_tree, "other", main=MAIN + "def gone(): pass\n"))
+
+
+def test_records_survive_json(judged):
+    assert Record.from_dict(judged.as_dict()) == judged
+
+
+def known(record, subject="tree:x", outcome="clean"):
+    return Known("v2-null-block", subject, Verdict(outcome, Evidence(observed="seen")), record)
+
+
+def test_verdicts_of_a_folder_serve_that_folder_alone(cache, judged):
+    mine, other = (Place(f"tree:{n}", "", f"/{n}", "folder") for n in "ab")
+    release = Place("vllm==0.1.0", "0.1.0", "/c", "stored")
+    Verdicts("sim").add(known(judged), mine)
+    assert Verdicts("sim").of("v2-null-block", mine) == [known(judged)]
+    assert Verdicts("sim").of("v2-null-block", other) == []
+    assert Verdicts("sim").of("v2-null-block", release) == []
+    Verdicts("sim").add(known(judged, "vllm==0.1.0"), release)
+    assert len(Verdicts("sim").of("v2-null-block", other)) == 1
+    assert Verdicts("cuda").of("v2-null-block", other) == []
+
+
+def test_a_damaged_entry_counts_as_none(cache, judged):
+    place = Place("vllm==0.1.0", "0.1.0", "/c", "stored")
+    Verdicts("sim").add(known(judged), place)
+    (entry,) = cache.rglob("*.json")
+    entry.write_text(entry.read_text()[:50])
+    assert Verdicts("sim").of("v2-null-block", place) == []
+
+
+def test_without_a_cache_nothing_is_written(cache, judged):
+    verdicts = Verdicts("sim", keep=False)
+    place = Place("vllm==0.1.0", "0.1.0", "/c", "stored")
+    verdicts.add(known(judged), place)
+    assert verdicts.of("v2-null-block", place) and not list(cache.rglob("*.json"))
+
+
+def test_the_version_of_a_judgement_follows_the_code_it_is_made_of(monkeypatch):
+    names = {path.name for path in records._imported_by("specmortem.incidents.dflash_oob.probe")}
+    assert {"dflash_oob.py", "bounds.py", "cell.py", "box.py", "closure.py"} <= names
+    assert not names & {"pp_align_copy.py", "interface.py"}
+    staged = {path.name for path in records._imported_by("specmortem.incidents.mtp_draft_loop.probe")}
+    assert {"mtp_draft_loop.py", "host_lengths.py", "released_drafter.py", "interface.py", "sim.py"} <= staged
+    first = judge_version("dflash-oob", "sim")
+    assert first != judge_version("pp-align-copy", "sim") and first != judge_version("dflash-oob", "cuda")
+    judge_version.cache_clear()
+    real = records._digest
+    monkeypatch.setattr(records, "_digest", lambda p: "x" if p.name == "bounds.py" else real(p))
+    assert judge_version("dflash-oob", "sim") != first
+    judge_version.cache_clear()
+
+
+def test_questions_are_told_apart_by_what_is_provided():
+    assert Question("closure", PATH, "f") != Question("closure", PATH, "f", ("g",))
