@@ -767,7 +767,7 @@ class Positions(Observer):
         return {(a, b): self.at[a] < self.at[b] for a, b in conflicting}
 
 
-class Pairs(staging.Watch):
+class Pairs(staging.StagingWatch):
     """Every unordered pair by the numbers of its calls."""
 
     def __init__(self) -> None:

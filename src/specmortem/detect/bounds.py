@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ import triton
 from triton.runtime import interpreter
 
 from specmortem._interpreter import mend
+from specmortem.detect.interpreter import Hook, dtype_of, hooked, kernel_frame
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
 
 mend()
@@ -52,7 +52,6 @@ _ADDRESS_MASK = np.uint64((1 << _TAG_SHIFT) - 1)
 _ADDRESS_SIGN = 1 << (_TAG_SHIFT - 1)
 # Odd numbers only: an offset that borrows from or carries into the tag gives an even one, which is recognised.
 _MAX_TAG = (1 << 15) - 1
-_TRITON_FOLDER = str(Path(triton.__file__).parent)
 _HOOKS = {
     "create_masked_load": [
         "self",
@@ -466,7 +465,7 @@ class Watch:
         pointer = int(pointers.ravel()[lane])
         region = self._resolve(pointer >> _TAG_SHIFT, pointer & int(_ADDRESS_MASK))
         address = pointer - ((region.tag if region else 0) << _TAG_SHIFT)
-        file, line = _kernel_frame()
+        file, line = kernel_frame()
         self.reports.append(
             Report(
                 kernel=self._kernel,
@@ -552,96 +551,87 @@ def watch(
     if problem:
         raise UnavailableError(f"{problem}; install a triton between 3.6 and the pinned one")
     _active = Watch(fill=fill, limit=limit, perform_mapped=perform_mapped, stop=stop)
-    undo = _install(_active)
     try:
-        yield _active
+        with _Hooks(_active).installed():
+            yield _active
     finally:
-        undo()
         _active = None
 
 
-def _kernel_frame() -> tuple[str, int]:
-    """File and line of the innermost frame that is neither Triton's nor this module's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if name != __file__ and not name.startswith(_TRITON_FOLDER):
-            return name, frame.f_lineno
-        frame = frame.f_back
-    return "", 0
+class _Hooks:
+    """What stands in for the interpreter's accesses and launches while a watch is open."""
 
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
 
-def _bool_mask(mask: Any, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    """A mask as the interpreter passes it: a handle, or from block pointers a bare array."""
-    data = mask if isinstance(mask, np.ndarray) else mask.data
-    return np.broadcast_to(np.asarray(data, dtype=np.bool_), shape)
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put the hooks in; they are out again after the block."""
+        accesses = {
+            "create_masked_load": self.masked_load,
+            "create_masked_store": self.masked_store,
+            "create_atomic_cas": self.atomic_cas,
+            "create_atomic_rmw": self.atomic_rmw,
+        }
+        with (
+            hooked(interpreter.InterpreterBuilder, set_grid_idx=self.set_grid_idx, **accesses),
+            hooked(interpreter, _implicit_cvt=self.implicit_cvt),
+            hooked(interpreter.GridExecutor, __call__=self.call),
+        ):
+            yield
 
+    def set_grid_idx(self, original: Hook, builder: Any, x: int, y: int, z: int) -> None:
+        original(builder, x, y, z)
+        self.watch.at((x, y, z))
 
-def _install(w: Watch) -> Callable[[], None]:
-    """Put the hooks in; the returned function takes them out."""
-    builder, handle, native = (
-        interpreter.InterpreterBuilder,
-        interpreter.TensorHandle,
-        interpreter._interpreter,
-    )
-    originals = {name: getattr(builder, name) for name in (*_HOOKS, "set_grid_idx")}
-    convert, execute = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
+    def _check(
+        self, ptrs: Any, mask: Any, op: str
+    ) -> tuple[Addresses, npt.NDArray[np.bool_], _Region | None]:
+        """`Watch.check` of a mask as the interpreter passes it: a handle, or from block pointers a bare array."""
+        data = mask if isinstance(mask, np.ndarray) else mask.data
+        lanes = np.broadcast_to(np.asarray(data, dtype=np.bool_), ptrs.data.shape)
+        return self.watch.check(ptrs.data, lanes, dtype_of(ptrs).itemsize, op)
 
-    def set_grid_idx(self: Any, x: int, y: int, z: int) -> None:
-        originals["set_grid_idx"](self, x, y, z)
-        w.at((x, y, z))
-
-    def masked_load(
-        self: Any, ptrs: Any, mask: Any, other: Any, cache: Any, eviction: Any, volatile: Any
-    ) -> Any:
-        element = ptrs.get_element_ty()
-        dtype = interpreter._get_np_dtype(element)
-        plain, allowed, region = w.check(ptrs.data, _bool_mask(mask, ptrs.data.shape), dtype.itemsize, "load")
-        default = np.full(ptrs.data.shape, w.fill, dtype=dtype) if other is None else other.data
-        value = native.load(plain, allowed, default, dtype)
+    def masked_load(self, original: Hook, builder: Any, ptrs: Any, mask: Any, other: Any, *hints: Any) -> Any:
+        dtype = dtype_of(ptrs)
+        plain, allowed, region = self._check(ptrs, mask, "load")
+        default = np.full(ptrs.data.shape, self.watch.fill, dtype=dtype) if other is None else other.data
+        value = interpreter._interpreter.load(plain, allowed, default, dtype)
         if region is not None and region.points_to is not None:
-            value = w.tag_addresses(region, value)
-        return handle(value, element)
+            value = self.watch.tag_addresses(region, value)
+        return interpreter.TensorHandle(value, ptrs.get_element_ty())
 
-    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, cache: Any, eviction: Any) -> Any:
-        size = interpreter._get_np_dtype(ptrs.get_element_ty()).itemsize
-        plain, allowed, _ = w.check(ptrs.data, _bool_mask(mask, ptrs.data.shape), size, "store")
-        return native.store(plain, value.data, allowed)
+    def masked_store(
+        self, original: Hook, builder: Any, ptrs: Any, value: Any, mask: Any, *hints: Any
+    ) -> Any:
+        plain, allowed, _ = self._check(ptrs, mask, "store")
+        return interpreter._interpreter.store(plain, value.data, allowed)
 
-    def atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        size = interpreter._get_np_dtype(ptr.get_element_ty()).itemsize
-        plain, allowed, _ = w.check(ptr.data, _bool_mask(mask, ptr.data.shape), size, "atomic")
-        return originals["create_atomic_rmw"](
-            self, op, handle(plain, ptr.dtype), val, handle(allowed, mask.dtype), sem, scope
-        )
+    def atomic_rmw(
+        self, original: Hook, builder: Any, op: Any, ptr: Any, val: Any, mask: Any, *order: Any
+    ) -> Any:
+        handle = interpreter.TensorHandle
+        plain, allowed, _ = self._check(ptr, mask, "atomic")
+        return original(builder, op, handle(plain, ptr.dtype), val, handle(allowed, mask.dtype), *order)
 
-    def atomic_cas(self: Any, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
-        size = interpreter._get_np_dtype(ptr.get_element_ty()).itemsize
-        plain, allowed, _ = w.check(ptr.data, np.ones(ptr.data.shape, dtype=np.bool_), size, "atomic")
+    def atomic_cas(self, original: Hook, builder: Any, ptr: Any, cmp: Any, val: Any, *order: Any) -> Any:
+        handle = interpreter.TensorHandle
+        plain, allowed, _ = self._check(ptr, np.ones(ptr.data.shape, dtype=np.bool_), "atomic")
         if not allowed.all():
-            return handle(np.full(ptr.data.shape, w.fill, dtype=cmp.data.dtype), cmp.dtype.scalar)
-        return originals["create_atomic_cas"](self, handle(plain, ptr.dtype), cmp, val, sem, scope)
+            return handle(np.full(ptr.data.shape, self.watch.fill, dtype=cmp.data.dtype), cmp.dtype.scalar)
+        return original(builder, handle(plain, ptr.dtype), cmp, val, *order)
 
-    def implicit_cvt(arg: Any) -> Any:
-        converted = convert(arg)
+    def implicit_cvt(self, original: Hook, arg: Any) -> Any:
+        """A kernel's argument; the pointer of a tensor gets the number of its region."""
+        converted = original(arg)
         if hasattr(arg, "data_ptr"):
-            tensor = getattr(arg, "base", arg)
-            converted.handle.data = converted.handle.data | np.uint64(w.tag_of(tensor) << _TAG_SHIFT)
+            tag = self.watch.tag_of(getattr(arg, "base", arg))
+            converted.handle.data = converted.handle.data | np.uint64(tag << _TAG_SHIFT)
         return converted
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        known = {k: v for k, v in kwargs.items() if k in self.arg_names}
-        w.begin(self.fn.__name__, dict(zip(self.arg_names, args, strict=False)) | known)
-        execute(self, *args, **kwargs)
-
-    hooks = dict(zip(_HOOKS, (masked_load, masked_store, atomic_cas, atomic_rmw), strict=True))
-    for name, hook in {**hooks, "set_grid_idx": set_grid_idx}.items():
-        setattr(builder, name, hook)
-    interpreter._implicit_cvt, interpreter.GridExecutor.__call__ = implicit_cvt, call
-
-    def undo() -> None:
-        for name, original in originals.items():
-            setattr(builder, name, original)
-        interpreter._implicit_cvt, interpreter.GridExecutor.__call__ = convert, execute
-
-    return undo
+    def call(self, original: Hook, executor: Any, *args: Any, **kwargs: Any) -> None:
+        """A launch."""
+        known = {k: v for k, v in kwargs.items() if k in executor.arg_names}
+        named = dict(zip(executor.arg_names, args, strict=False)) | known
+        self.watch.begin(executor.fn.__name__, named)
+        original(executor, *args, **kwargs)

@@ -11,11 +11,10 @@ import pytest
 
 if TYPE_CHECKING:
     from specmortem.detect.bounds import Watch
-    from specmortem.detect.staging import Race, TorchWatch
-    from specmortem.detect.staging import Watch as OrderWatch
+    from specmortem.detect.staging import Race, StagingWatch, TorchWatch
     from specmortem.device import Device, Schedule
 
-W = TypeVar("W", bound="OrderWatch")
+W = TypeVar("W", bound="StagingWatch")
 
 
 @pytest.fixture
@@ -39,9 +38,9 @@ class StagingWatches:
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        self._watches: list[OrderWatch] = []
+        self._watches: list[StagingWatch] = []
 
-    def __call__(self, device: Device) -> OrderWatch:
+    def __call__(self, device: Device) -> StagingWatch:
         """Watch a device of `specmortem.device` until the test ends."""
         from specmortem.detect import staging
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from specmortem.device.cuda import CudaDevice
 from specmortem.device.cuda import missing as _cuda_missing
-from specmortem.device.explore import Chosen, Interleaving, Interleavings, Prompt, enumerate_schedules
+from specmortem.device.explore import Chosen, Interleaving, Interleavings, PromptCopies, enumerate_schedules
 from specmortem.device.interface import CaptureError, Device
 from specmortem.device.memory import Op, Region
 from specmortem.device.objects import Event, Graph, HostBuffer, Stream
@@ -37,7 +37,7 @@ __all__ = [
     "Lazy",
     "Observer",
     "Op",
-    "Prompt",
+    "PromptCopies",
     "Random",
     "Region",
     "Schedule",

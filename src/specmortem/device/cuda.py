@@ -105,9 +105,6 @@ class CudaDevice(Device):
         elif target in self._events:
             self._events[target].synchronize()
 
-    def _before_access(self, access: Op) -> None:
-        pass
-
     def _elapse(self, microseconds: float) -> None:
         end = time.perf_counter() + microseconds / 1e6
         while time.perf_counter() < end:

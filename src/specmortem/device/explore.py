@@ -132,7 +132,7 @@ class Chosen(Schedule):
             relevant.update(*(before[entry] for entry in found))
 
 
-class Prompt(Chosen):
+class PromptCopies(Chosen):
     """Leaves out that a copy waits although its stream is idle: such a copy runs at once.
 
     On a GPU it starts within microseconds. Use it where the host's next access is much later than that.
@@ -186,7 +186,7 @@ def enumerate_schedules(
 
     The program makes its own buffers, reads results through host buffers, and depends on nothing else. What
     it raises is its outcome. No distinguishable outcome is missed; some may come twice. End it with
-    `dev.synchronize()` to have all its work run. `schedule` may leave some out (`Prompt`).
+    `dev.synchronize()` to have all its work run. `schedule` may leave some out (`PromptCopies`).
     Raises BadInputError beyond `limit` interleavings, for a
     program that is not deterministic, and for one that polls an event without bound.
     """

@@ -16,6 +16,8 @@ implicitly, is not modelled. Neither are several streams in one capture, nor the
 queued work.
 """
 
+# ruff: noqa: B027, for the steps that a kind of device may leave out
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -336,10 +338,30 @@ class Device(ABC):
                 place = f"a tensor is on {tensor.device}, not on {self.torch_device}"
                 raise BadInputError(f"{what}: {place}; make it with the device or copy_async it")
 
-    # What a kind of device does
+    # What a kind of device may do
 
-    @abstractmethod
-    def _open_stream(self, stream: Stream) -> None: ...
+    def _open_stream(self, stream: Stream) -> None:
+        """A stream was made."""
+
+    def _settle(self) -> None:
+        """Finish what an allocation started."""
+
+    def _spin(self, microseconds: float) -> None:
+        """Keep the current stream busy."""
+
+    def _begin_capture(self, graph: Graph) -> None:
+        """The graph's operations come next."""
+
+    def _capture_op(self, graph: Graph, op: Op) -> None:
+        """One of them."""
+
+    def _end_capture(self, graph: Graph, failed: bool) -> None:
+        """There were all of them, or the block raised."""
+
+    def _before_access(self, access: Op) -> None:
+        """A point where queued work may run before the host reads or writes a buffer."""
+
+    # What a kind of device does
 
     @abstractmethod
     def _host_memory(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> torch.Tensor:
@@ -349,15 +371,8 @@ class Device(ABC):
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
     @abstractmethod
-    def _settle(self) -> None:
-        """Finish what an allocation started."""
-
-    @abstractmethod
     def _source(self, src: Place) -> torch.Tensor:
         """What a copy reads: for a pageable buffer, its content at the call."""
-
-    @abstractmethod
-    def _spin(self, microseconds: float) -> None: ...
 
     @abstractmethod
     def _enqueue(self, stream: Stream, op: Op) -> None: ...
@@ -372,23 +387,10 @@ class Device(ABC):
     def _enqueue_graph(self, graph: Graph, stream: Stream) -> None: ...
 
     @abstractmethod
-    def _begin_capture(self, graph: Graph) -> None: ...
-
-    @abstractmethod
-    def _capture_op(self, graph: Graph, op: Op) -> None: ...
-
-    @abstractmethod
-    def _end_capture(self, graph: Graph, failed: bool) -> None: ...
-
-    @abstractmethod
     def _event_done(self, event: Event) -> bool: ...
 
     @abstractmethod
     def _block_on(self, target: Stream | Event | None) -> None: ...
-
-    @abstractmethod
-    def _before_access(self, access: Op) -> None:
-        """A point where queued work may run before the host reads or writes a buffer."""
 
     @abstractmethod
     def _elapse(self, microseconds: float) -> None: ...

@@ -45,9 +45,6 @@ class SimDevice(Device):
         for observer in self.observers:
             observer.executed(entry.stream, entry.op)
 
-    def _open_stream(self, stream: Stream) -> None:
-        pass
-
     def _host_memory(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
@@ -59,16 +56,10 @@ class SimDevice(Device):
         tensor.reshape(-1).view(torch.uint8).fill_(_POISON)
         return tensor
 
-    def _settle(self) -> None:
-        pass
-
     def _source(self, src: Place) -> torch.Tensor:
         if isinstance(src, torch.Tensor):
             return src
         return src.backing if src.pinned else src.backing.clone()
-
-    def _spin(self, microseconds: float) -> None:
-        pass
 
     def _enqueue(self, stream: Stream, op: Op) -> None:
         self.schedule.launching()
@@ -98,15 +89,6 @@ class SimDevice(Device):
         self.schedule.placed(entry)
         self._polls = 0
         return entry
-
-    def _begin_capture(self, graph: Graph) -> None:
-        pass
-
-    def _capture_op(self, graph: Graph, op: Op) -> None:
-        pass
-
-    def _end_capture(self, graph: Graph, failed: bool) -> None:
-        pass
 
     def _event_done(self, event: Event) -> bool:
         record = self._records.get(event)

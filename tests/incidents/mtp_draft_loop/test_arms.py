@@ -200,7 +200,7 @@ def test_prompt_runs_a_copy_into_an_idle_stream_and_leaves_one_behind_work(busy,
         dev.synchronize()
         return int(target[0])
 
-    found = device.enumerate_schedules(program, schedule=device.Prompt)
+    found = device.enumerate_schedules(program, schedule=device.PromptCopies)
     assert {one.outcome for one in found} == values
 
 

@@ -24,14 +24,14 @@ from specmortem.detect.staging.recorder import watch_torch
 from specmortem.detect.staging.report import Race, Touch
 from specmortem.detect.staging.simulated import simulated_cuda
 from specmortem.detect.staging.torch_calls import TorchWatch
-from specmortem.detect.staging.watch import Confirmation, Watch, confirm, watch
+from specmortem.detect.staging.watch import Confirmation, StagingWatch, confirm, watch
 
 __all__ = [
     "Confirmation",
     "Race",
+    "StagingWatch",
     "TorchWatch",
     "Touch",
-    "Watch",
     "confirm",
     "simulated_cuda",
     "watch",

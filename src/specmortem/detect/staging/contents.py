@@ -11,7 +11,7 @@ import torch
 
 from specmortem.detect.staging.order import Access, Conflict
 from specmortem.detect.staging.report import Frame, Touch, user_stack
-from specmortem.detect.staging.watch import Watch, touch
+from specmortem.detect.staging.watch import StagingWatch, touch
 from specmortem.device import Region
 
 LIMIT_BYTES = 64 << 20
@@ -29,7 +29,7 @@ class _Kept:
 class Contents:
     """Sources of queued copies, and their bytes. A write of equal bytes leaves no trace."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: StagingWatch) -> None:
         self._watch = watch
         self._kept: list[_Kept] = []
 

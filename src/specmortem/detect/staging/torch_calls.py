@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from specmortem.detect.staging.arrays import WatchedArray
 from specmortem.detect.staging.contents import Contents
 from specmortem.detect.staging.order import Access
-from specmortem.detect.staging.watch import Watch
+from specmortem.detect.staging.watch import StagingWatch
 from specmortem.device import Region
 from specmortem.device.memory import tensor_region
 from specmortem.errors import BadInputError
@@ -28,7 +28,7 @@ _NO_CONTENT = ("is_pinned", "set_", "record_stream", "resize_", "sym_size", "sym
 _NUMPY, _TOLIST = torch.Tensor.numpy, torch.Tensor.tolist
 
 
-class TorchWatch(Watch):
+class TorchWatch(StagingWatch):
     """A watch over a plain PyTorch program."""
 
     interceptor: Interceptor

@@ -18,7 +18,7 @@ from specmortem.errors import BadInputError
 T = TypeVar("T")
 
 
-class Watch(Observer):
+class StagingWatch(Observer):
     """Hears what a program does; `races` holds what nothing orders, each pair of lines once."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def _called(event: Event) -> str:
 
 
 @contextmanager
-def watch(device: Device) -> Iterator[Watch]:
+def watch(device: Device) -> Iterator[StagingWatch]:
     """Watch all that a program does with `device` inside the block.
 
     Work enqueued before the block is unknown. A launch touches what it declares, and without `reads=` and
@@ -125,7 +125,7 @@ def watch(device: Device) -> Iterator[Watch]:
             f"staging.watch({device!r}) needs a device of specmortem.device.open; "
             "for a plain PyTorch program use staging.watch_torch()"
         )
-    watched = Watch()
+    watched = StagingWatch()
     device.observers.append(watched)
     try:
         yield watched

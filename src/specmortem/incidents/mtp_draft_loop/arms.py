@@ -26,7 +26,7 @@ import torch
 
 from specmortem import device as devices
 from specmortem.detect import bounds
-from specmortem.device import Device, Prompt, Schedule, Timed, TraceRecord, enumerate_schedules
+from specmortem.device import Device, PromptCopies, Schedule, Timed, TraceRecord, enumerate_schedules
 from specmortem.errors import BadInputError
 from specmortem.incidents.mtp_draft_loop.kernels import Geometry, Plan
 from specmortem.incidents.mtp_draft_loop.layouts import SMALL, find_layout
@@ -415,7 +415,9 @@ def two_steps(target_waits: bool, k: int = 2, seed: int = 0) -> dict[str, Any]:
     chosen = case("no-page-kernel", "sim", k, seed=seed)
     effects: Counter[str] = Counter()
     witness: dict[str, Any] = {}
-    for found in enumerate_schedules(lambda dev: _two_steps(dev, chosen, target_waits), schedule=Prompt):
+    for found in enumerate_schedules(
+        lambda dev: _two_steps(dev, chosen, target_waits), schedule=PromptCopies
+    ):
         if isinstance(found.outcome, Exception):
             raise found.outcome
         effect = "illegal-address" if found.outcome else "clean"
@@ -454,7 +456,7 @@ def _outcomes(chosen: Case, right: Sequence[Golden]) -> Iterator[tuple[list[int]
     if chosen.arm.launch_blocking:
         yield [], run(devices.open("sim", schedule="immediate"), chosen, right)
         return
-    for found in enumerate_schedules(lambda dev: run(dev, chosen, right), schedule=Prompt):
+    for found in enumerate_schedules(lambda dev: run(dev, chosen, right), schedule=PromptCopies):
         if isinstance(found.outcome, Exception):
             raise found.outcome
         yield list(found.choices), found.outcome

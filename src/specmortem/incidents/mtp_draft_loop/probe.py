@@ -20,7 +20,7 @@ import torch
 
 from specmortem import device as devices
 from specmortem import upstream
-from specmortem.device import Prompt
+from specmortem.device import PromptCopies
 from specmortem.incidents.mtp_draft_loop import host_lengths
 from specmortem.incidents.mtp_draft_loop.released import (
     BUILDER,
@@ -137,7 +137,7 @@ def _released_plans(subject: str, device: str, drafts: int, *, prompt: bool = Fa
     """The released loop and builder; with `prompt` a simulated copy into an idle stream does not wait."""
     tree = upstream.resolve(subject)
     steps: dict[str, Drafted] = {}
-    with bench(device, Prompt() if prompt else "lazy") as on:
+    with bench(device, PromptCopies() if prompt else "lazy") as on:
         drafter = PlanDrafter(tree, on, drafts)
         for situation, with_rejections in (("rejections known", True), ("no rejections", False)):
             if device == "cuda":
