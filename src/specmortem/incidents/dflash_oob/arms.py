@@ -26,7 +26,7 @@ from specmortem.errors import BadInputError
 from specmortem.incidents.dflash_oob import kernels as dflash_inputs
 from specmortem.incidents.dflash_oob import probe as dflash_probes
 from specmortem.incidents.dflash_oob.kernels import Arm, DFlashBatch, DFlashInputs
-from specmortem.incidents.dflash_oob.lookup_loop import LoopConfig, SpecLoop
+from specmortem.incidents.dflash_oob.lookup_loop import LookupLoop, LoopConfig
 from specmortem.incidents.dflash_oob.proposer import DFlashConfig, DFlashProposer, foreign_writes
 from specmortem.upstream.vllm_files import V1
 
@@ -90,10 +90,9 @@ def _effect(watch: bounds.Watch | None, corrupted: bool) -> dict[str, Any]:
     wild = next((r for r in watch.reports if not r.mapped), None) if watch else None
     if wild is not None:
         return {"effect": "illegal-address", "why": str(wild)}
-    return {
-        "effect": "corruption" if corrupted else "clean",
-        "why": "another request's cache changed" if corrupted else "",
-    }
+    if corrupted:
+        return {"effect": "corruption", "why": "another request's cache changed"}
+    return {"effect": "clean", "why": ""}
 
 
 class _Drafting:
@@ -111,16 +110,13 @@ class _Drafting:
         largest_graph: int = 512,
     ) -> None:
         self.dev, self.control = dev, control
-        self.config = DFlashConfig(
-            seqs, k, num_cache_blocks=2 + seqs * 16, max_num_tokens=seqs * (k + 1) + 64
-        )
+        tokens = seqs * (k + 1) + 64
+        self.config = DFlashConfig(seqs, k, num_cache_blocks=2 + seqs * 16, max_num_tokens=tokens)
         self.proposer = DFlashProposer(dev, self.config, arm, fill_tail=fill_tail)
         self.stream: Stream = dev.stream("main")
-        rows = torch.arange(1, 1 + seqs * 16, dtype=torch.int32).reshape(seqs, 16)
-        self.table = rows.to(dev.torch_device)
-        self.positions_storage = torch.full(
-            (8 + self.config.max_num_tokens,), NEGATIVE_GARBAGE, device=dev.torch_device
-        )
+        where = dev.torch_device
+        self.table = torch.arange(1, 1 + seqs * 16, dtype=torch.int32, device=where).reshape(seqs, 16)
+        self.positions_storage = torch.full((8 + tokens,), NEGATIVE_GARBAGE, device=where)
         if control != "eager":
             sizes = [s for s in self.proposer.sizes if s <= min(self.config.max_query_tokens, largest_graph)]
             self.proposer.capture(sizes, self.stream)
@@ -137,23 +133,12 @@ class _Drafting:
     def batch(
         self, requests: int, *, context: int = 4, start: int = 10, rejected: list[int] | None = None
     ) -> DFlashBatch:
-        """A batch of equal requests; their positions stand behind a word of negative garbage."""
-        where, n = self.dev.torch_device, requests * context
-        positions = self.positions_storage[8 : 8 + n]
-        positions.copy_(torch.arange(start, start + context).repeat(requests))
-        i32: dict[str, Any] = {"dtype": torch.int32, "device": where}
-        return DFlashBatch(
-            next_token_ids=torch.arange(1, 1 + requests, **i32),
-            target_positions=positions,
-            query_start_loc=torch.arange(0, n + 1, context, **i32),
-            num_rejected=torch.tensor(rejected or [0] * requests, **i32),
-            block_table=self.table[:requests],
-            num_blocks=torch.full((requests,), self.config.num_columns, **i32),
-            block_size=self.config.block_size,
-            max_model_len=self.config.max_model_len,
-            num_speculative_tokens=self.config.num_speculative_tokens,
-            mask_token_id=self.config.mask_token_id,
-        )
+        """A batch of equal requests; a word of negative garbage stands before their positions."""
+        contexts, table = [list(range(start, start + context))] * requests, self.table[:requests]
+        sizes, where = self.config.batch_sizes, self.dev.torch_device
+        batch = DFlashBatch.of(contexts, table, num_rejected=rejected, device=where, **sizes)
+        positions = self.positions_storage[8 : 8 + requests * context]
+        return replace(batch, target_positions=positions.copy_(batch.target_positions))
 
     def step(self, batch: DFlashBatch) -> None:
         """Draft once and wait."""
@@ -170,7 +155,7 @@ def _input_kernel(control: str, dev: Device) -> dict[str, Any]:
     requests = 1 if control == "one-request" else 2
     with _watch(dev) as watch:
         drafting.step(drafting.batch(requests, rejected=[4] + [0] * (requests - 1)))
-    slots = drafting.proposer.buffers.query_slots[: drafting.config.num_query_per_req]
+    slots = drafting.proposer.buffers.query_slot_mapping[: drafting.config.num_query_per_req]
     return _effect(watch, corrupted=bool((slots >= 0).any()))
 
 
@@ -229,19 +214,16 @@ _PROPOSER: dict[str, Callable[[str, Device], dict[str, Any]]] = {
 
 
 def _loop_config(control: str, device: str, **changes: Any) -> LoopConfig:
-    """The loop under a control; on a GPU a forward must outlast what the host enqueues behind it, about 0.2 ms."""
-    config = LoopConfig(
-        graphs=control != "eager", speculative=control != "no-dflash", one_request=control == "one-request"
-    )
-    if device == "cuda":
-        config = replace(config, layers=400)
-    return replace(config, **changes)
+    """The loop under a control; on a GPU a forward must outlast what the host enqueues after it, about 0.2 ms."""
+    sizes: dict[str, Any] = {"layers": 400} if device == "cuda" else {}
+    graphs, speculative = control != "eager", control != "no-dflash"
+    return LoopConfig(graphs, speculative, control == "one-request", **sizes, **changes)
 
 
 def _gdn_lookup(control: str, device: str, seed: int, transitions: int) -> dict[str, Any]:
     """The count of row 0 is 0, whatever made it so: the lookup alone, without a race."""
     dev = _open(device, control, seed)
-    loop = SpecLoop(dev, _loop_config(control, device), seed)
+    loop = LookupLoop(dev, _loop_config(control, device), seed)
     loop.warm_up()
     with _watch(dev) as watch:
         loop.num_accepted[0] = 0
@@ -254,20 +236,15 @@ def _gdn_lookup(control: str, device: str, seed: int, transitions: int) -> dict[
 def _chain(control: str, device: str, seed: int, transitions: int, **changes: Any) -> dict[str, Any]:
     """From the row move that meets a copy in flight, to the lookup: up to `transitions` row moves."""
     dev = _open(device, control, seed)
-    loop = SpecLoop(dev, _loop_config(control, device, **changes), seed)
+    loop = LookupLoop(dev, _loop_config(control, device, **changes), seed)
     with _watch(dev) as watch:
         loop.warm_up()
         for _ in range(transitions):
             loop.transition()
             if watch is not None and any(not r.mapped for r in watch.reports):
                 break
-    tally = loop.tally
-    effect = _effect(watch, corrupted=tally.wrong_counts > 0)
-    return effect | {
-        "transitions": tally.transitions,
-        "wrong_counts": tally.wrong_counts,
-        "nan_rows": tally.nan_rows,
-    }
+    seen = {name: getattr(loop.tally, name) for name in ("transitions", "wrong_counts", "nan_rows")}
+    return _effect(watch, corrupted=loop.tally.wrong_counts > 0) | seen
 
 
 _LOOPS: dict[str, Callable[[str, str, int, int], dict[str, Any]]] = {
@@ -284,7 +261,7 @@ LINKS = {
 
 
 def chain(link: str, device: str = "sim", seed: int = 0, transitions: int = 60) -> dict[str, Any]:
-    """The chain with one link mended (a key of LINKS), graphs on and several requests."""
+    """The chain with one link corrected (a key of LINKS), graphs on and several requests."""
     if link not in LINKS:
         raise BadInputError(f"no link {link!r}; known: {', '.join(LINKS)}")
     return _chain("graphs", device, seed, transitions, **LINKS[link])
@@ -294,31 +271,25 @@ def random_batch(rng: random.Random, requests: int, k: int, device: str = "cpu")
     """A batch of random request states, the bad ones among them: whole contexts rejected, stale and null ids, ends."""
     size, columns = 4, 32
     limit = size * columns
-    positions: list[int] = []
-    start_loc, rejected, blocks = [0], [], []
+    contexts: list[list[int]] = []
+    rejected, blocks = [], []
     for _ in range(requests):
         length = rng.randint(1, k + 1)
         first = rng.choice((rng.randint(0, limit - length), limit - length, rng.randint(0, 8)))
-        positions += range(first, first + length)
-        start_loc.append(len(positions))
+        contexts.append(list(range(first, first + length)))
         rejected.append(rng.choice((0, rng.randint(0, length), length)))
-        needed = -(-(first + length + k + 1) // size)
-        blocks.append(
-            min(columns, rng.choice((needed, needed, max(1, needed - 1), -(-(first + length) // size))))
-        )
-    table = torch.tensor(
-        [[rng.randint(1, 4000) for _ in range(columns)] for _ in range(requests)], dtype=torch.int32
-    )
+        needed, held = -(-(first + length + k + 1) // size), -(-(first + length) // size)
+        blocks.append(min(columns, rng.choice((needed, needed, max(1, needed - 1), held))))
+    table = torch.tensor([[rng.randint(1, 4000) for _ in range(columns)] for _ in range(requests)])
     for _ in range(requests // 4):
         table[rng.randrange(requests), rng.randrange(columns)] = NULL_ID
-    i32: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    return DFlashBatch(
-        next_token_ids=torch.tensor([rng.randint(0, 99) for _ in range(requests)], **i32),
-        target_positions=torch.tensor(positions, device=device),
-        query_start_loc=torch.tensor(start_loc, **i32),
-        num_rejected=torch.tensor(rejected, **i32),
-        block_table=table.to(device),
-        num_blocks=torch.tensor(blocks, **i32),
+    return DFlashBatch.of(
+        contexts,
+        table.int(),
+        num_rejected=rejected,
+        num_blocks=blocks,
+        next_token_ids=[rng.randint(0, 99) for _ in range(requests)],
+        device=device,
         block_size=size,
         max_model_len=limit,
         num_speculative_tokens=k,
@@ -339,20 +310,19 @@ def random_states(
     for _ in range(launches):
         batch = random_batch(rng, requests, k, where)
         padded = requests * (k + 1) + 16
-        wrong = _wrong_requests(arm, batch, padded, device)
+        wrong = _wrong_requests(arm, batch, padded)
         faulty += len(wrong)
         witness = witness or next(iter(wrong.values()), "")
     return {"states": launches * requests, "faults": faulty, "witness": witness, "seed": seed}
 
 
-def _wrong_requests(arm: Arm, batch: DFlashBatch, padded: int, device: str) -> dict[int, str]:
+def _wrong_requests(arm: Arm, batch: DFlashBatch, padded: int) -> dict[int, str]:
     """Requests that were reported or came out different from the reference, each with the first reason."""
     r, k = batch.num_reqs, batch.num_speculative_tokens
-    out = DFlashInputs.empty(
-        batch.target_positions.shape[0], r, k, padded, str(batch.target_positions.device)
-    )
+    n, where = batch.target_positions.shape[0], str(batch.target_positions.device)
+    out = DFlashInputs.empty(n, r, k, padded, where)
     found: dict[int, str] = {}
-    with dflash_probes.batch_watch(batch) if device == "sim" else nullcontext() as watch:
+    with dflash_probes.batch_watch(batch) if where == "cpu" else nullcontext() as watch:
         dflash_inputs.launch(arm, batch, out)
     for report in watch.reports if watch else ():
         found.setdefault(report.program[0], str(report))
@@ -375,7 +345,7 @@ def _differing(batch: DFlashBatch, out: DFlashInputs, expected: DFlashInputs) ->
     rows[: r * q] = torch.arange(r).repeat_interleave(q)
     context = torch.arange(r).repeat_interleave(loc[1:] - loc[:-1])
     owners = {"seq_lens": torch.arange(r), "sample_indices": torch.arange(r).repeat_interleave(q - 1)}
-    owners |= {"context_positions": context, "context_slots": context}
+    owners |= {"context_positions": context, "context_slot_mapping": context}
     wrong: set[int] = set()
     for name, value in vars(expected).items():
         differs = vars(out)[name].cpu() != value
@@ -390,32 +360,29 @@ def schedules(arm: Arm, guarded: bool = False, limit: int = 5000) -> dict[str, A
     see the counts of a later one, and the input kernel has to stand that too. A run faults when the detector reports
     or a block of nobody changes.
     """
-    outcomes: dict[str, int] = {}
+    total, faults = 0, 0
     first_bad: list[int] = []
-    for choices, result in devices.enumerate_schedules(
-        lambda dev: _three_steps(dev, arm, guarded), limit=limit
-    ):
-        if isinstance(result, BaseException):
-            raise result
-        label = "clean" if result else "fault"
-        outcomes[label] = outcomes.get(label, 0) + 1
-        if not result and not first_bad:
-            first_bad = list(choices)
-    total = sum(outcomes.values())
-    return {"schedules": total, "faults": outcomes.get("fault", 0), "first_bad": first_bad}
+    found = devices.enumerate_schedules(lambda dev: _three_steps(dev, arm, guarded), limit=limit)
+    for total, (choices, clean) in enumerate(found, 1):  # noqa: B007
+        if isinstance(clean, BaseException):
+            raise clean
+        if not clean:
+            first_bad = first_bad or list(choices)
+            faults += 1
+    return {"schedules": total, "faults": faults, "first_bad": first_bad}
 
 
 def _three_steps(dev: Device, arm: Arm, guarded: bool) -> bool:
     """Two requests with K = 1, of which the second step rejects one's whole context; the host reads lengths back."""
-    proposer = DFlashProposer(
-        dev, DFlashConfig(2, 1, num_cache_blocks=10, max_model_len=16, max_num_tokens=8), arm
-    )
+    config = DFlashConfig(2, 1, num_cache_blocks=10, max_model_len=16, max_num_tokens=8)
+    proposer = DFlashProposer(dev, config, arm)
     stream = dev.stream("main")
     proposer.capture([4], stream)
     staged = dev.host_buffer((2,), torch.int32, name="num_rejected")
     lengths = dev.host_buffer((2,), torch.int32, name="seq_lens")
     copied = dev.event("prepare_inputs_event")
-    batch = _small_batch(dev)
+    table = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32)
+    batch = DFlashBatch.of([[2, 3], [6, 7]], table, **config.batch_sizes)
     proposer.block_table.copy_(batch.block_table)
     with dflash_probes.batch_watch(batch) as watch:
         for rejected in ((0, 0), (0, 2), (1, 0)):
@@ -430,21 +397,6 @@ def _three_steps(dev: Device, arm: Arm, guarded: bool) -> bool:
         dev.synchronize()
     nobody = proposer.kv.view(10, 4, -1)[[0, 9]]
     return not watch.reports and not bool(nobody.any())
-
-
-def _small_batch(dev: Device) -> DFlashBatch:
-    return DFlashBatch(
-        next_token_ids=dev.tensor([1, 2], torch.int32),
-        target_positions=dev.tensor([2, 3, 6, 7], torch.int64),
-        query_start_loc=dev.tensor([0, 2, 4], torch.int32),
-        num_rejected=dev.zeros((2,), torch.int32),
-        block_table=dev.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], torch.int32),
-        num_blocks=dev.tensor([4, 4], torch.int32),
-        block_size=4,
-        max_model_len=16,
-        num_speculative_tokens=1,
-        mask_token_id=99,
-    )
 
 
 def graph_replays(
@@ -467,10 +419,10 @@ def graph_replays(
 
 
 def lookup_replays(arm: Arm, replays: int, device: str = "cuda", seed: int = 0) -> dict[str, Any]:
-    """Counts 0 … K + 2 through a captured lookup whose row 0 stands behind a wild word."""
+    """Counts 0 … K + 2 through a captured lookup with a wild word before its row 0."""
     dev = devices.open(device)
     rng = random.Random(seed)
-    loop = SpecLoop(dev, LoopConfig(lookup=arm, layers=0), seed)
+    loop = LookupLoop(dev, LoopConfig(lookup=arm, layers=0), seed)
     stale = 0
     with _watch(dev):
         loop.warm_up()
@@ -496,16 +448,16 @@ def anatomy(subject: str, rejected: list[int]) -> dict[str, Any]:
         "positions": batch.target_positions.tolist(),
         "query_start_loc": batch.query_start_loc.tolist(),
         "rejected": rejected,
-        "query_slots": written["query_slots"],
+        "query_slot_mapping": written["query_slot_mapping"],
         "query_positions": written["query_positions"],
         "reports": [{**vars(report), "text": str(report)} for report in written.reports],
     }
 
 
-def landing(device: str = "sim", seed: int = 0, transitions: int = 60) -> dict[str, Any]:
+def copy_completion(device: str = "sim", seed: int = 0, transitions: int = 60) -> dict[str, Any]:
     """Traces of two row moves of the chain: the first whose count went astray, and the first whose did not."""
     dev = _open(device, "graphs", seed)
-    loop = SpecLoop(dev, LoopConfig(), seed)
+    loop = LookupLoop(dev, LoopConfig(), seed)
     found: dict[str, Any] = {}
     with _watch(dev):
         loop.warm_up()

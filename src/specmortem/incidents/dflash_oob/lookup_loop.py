@@ -6,7 +6,7 @@ of step N come back by a non-blocking copy into a pinned array whose rows the ho
 (vllm/v1/worker/gpu_model_runner.py:1527 and 2013-2034, gpu_input_batch.py:466 and 661 in 0.22.1). A row that had drafts
 is corrected on the device; P had none and takes what it finds.
 
-What follows a wrong count, link by link:
+What comes of a wrong count, link by link:
 1. P looks its state up in a column that it never wrote. Fresh state slots hold NaN here: that is an *assumption*, the
    first NaN of the incident is not established.
 2. A NaN row recovers a token id outside the vocabulary (`recovered="before"`), so no sampled id of the row is valid and
@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -33,17 +34,41 @@ from specmortem.kernels.gated_delta_state import Arm
 VOCAB_SIZE = 1000
 STATE_DIM = 8
 CANARY = 0x3FFFFFFF
-HOLE, MOVED = 0, 3
+LAYER_US = 4.0
+MOVE_US = 60.0  # between the two row moves
+GAP = 0.3, 1.2  # bounds of the host's work between two steps, as multiples of the time of a forward
 NO_STATES = -1  # last row of the table, all null: a prefill's states are another kernel's business
 
 
 @dataclass(frozen=True)
-class LoopConfig:
-    """One arm of the loop. Times are microseconds.
+class BatchRows:
+    """Who is in which row of steps N, N + 1 and N + 2; requests are rows of the table of states.
 
-    `gap` bounds the host's work between two steps, as multiples of the time of a forward; `move_us` is the time
-    between the two row moves.
+    `drafted` says of each row whether it has drafts, in N and in N + 1; `previous` gives the row of step N of each
+    row of N + 1, -1 for a request that is new. `moves` are the row that a finished request leaves to a new one and the
+    row that is swapped with it; `new_req_ids` have written column 0 of their states alone.
     """
+
+    steps: tuple[list[int], list[int], list[int]]
+    drafted: list[int]
+    previous: list[int]
+    moves: tuple[int, int] | None = None
+    new_req_ids: tuple[int, ...] = ()
+
+
+ONE_REQUEST = BatchRows(steps=([0], [0], [0]), drafted=[1], previous=[0])
+FOUR_REQUESTS = BatchRows(
+    steps=([0, 1, 2, NO_STATES], [3, 1, 2, NO_STATES], [3, 1, 2, 4]),
+    drafted=[1, 1, 1, 0],
+    previous=[3, 1, 2, -1],
+    moves=(0, 3),
+    new_req_ids=(3, 4),
+)
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """One arm of the loop: its controls, its three links, and the size of a forward."""
 
     graphs: bool = True
     speculative: bool = True
@@ -53,79 +78,79 @@ class LoopConfig:
     recovered: Arm = "before"
     lookup: Arm = "before"
     layers: int = 60
-    layer_us: float = 4.0
-    gap: tuple[float, float] = (0.3, 1.2)
-    move_us: float = 60.0
     canary: int = CANARY
 
 
 @dataclass
-class Tally:
+class LookupTally:
     """What was seen over the transitions of one run."""
 
     transitions: int = 0
     wrong_counts: int = 0
     nan_rows: int = 0
     zero_counts: int = 0
-    seen: list[int] = field(default_factory=list)
 
 
-class SpecLoop:
+class LookupLoop:
     """Runs transitions on a device; a faulting access, where there is one, is in the last step of a transition."""
 
     def __init__(self, device: Device, config: LoopConfig, seed: int) -> None:
         self.device, self.config, self.random = device, config, random.Random(seed)
+        self.rows = ONE_REQUEST if config.one_request else FOUR_REQUESTS
         self.columns = 1 + config.num_speculative_tokens
-        self.tokens = self.columns if config.speculative else 1
-        self.num_reqs = 1 if config.one_request else 4
+        self.num_reqs = len(self.rows.drafted)
         self.stream: Stream = device.stream("main")
         self._allocate(torch.Generator().manual_seed(seed))
         self._graph: Graph | None = None
-        self.tally = Tally()
+        self.tally = LookupTally()
 
     def _allocate(self, generator: torch.Generator) -> None:
-        dev, n, t, d = self.device, self.num_reqs, self.tokens, STATE_DIM
+        dev, n, d, where = self.device, self.num_reqs, STATE_DIM, self.device.torch_device
+        t = self.columns if self.config.speculative else 1
 
         def rand(*shape: int) -> torch.Tensor:
-            return torch.rand(*shape, generator=generator).to(dev.torch_device)
+            return torch.rand(*shape, generator=generator).to(where)
+
+        def full(*shape: int, value: int = 1) -> torch.Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=where)
 
         self.inputs = (rand(n, t, d), rand(n, t, d) * 0.3, rand(n, t, d), -rand(n, t), rand(n, t))
-        self.out = torch.zeros(n, t, d, device=dev.torch_device)
+        self.out = torch.zeros(n, t, d, device=where)
         slots = 1 + (n + 1) * self.columns
         self.clean_states = rand(slots, d, d)
         self.states = self.clean_states.clone()
         table = torch.arange(1, slots, dtype=torch.int32).reshape(n + 1, self.columns)
-        self.table = torch.cat([table, torch.zeros_like(table[:1])]).to(dev.torch_device)
-        self.state_indices = self._behind(self.config.canary)
-        self.num_accepted = torch.ones(n, dtype=torch.int32, device=dev.torch_device)
-        self.sampled = torch.full((n, self.columns), -1, dtype=torch.int32, device=dev.torch_device)
-        self.valid = torch.ones(n, dtype=torch.int32, device=dev.torch_device)
-        self.accepted = torch.ones(n, dtype=torch.int32, device=dev.torch_device)
-        self.returned = dev.host_buffer((n,), torch.int32, pinned=True, name="num_accepted_tokens_cpu")
-        self.staged = dev.host_buffer((n,), torch.int32, pinned=True, name="num_accepted_tokens")
+        self.table = torch.cat([table, torch.zeros_like(table[:1])]).to(where)
+        self.state_indices = self._after_word(self.config.canary)
+        self.num_accepted, self.valid, self.accepted = full(n), full(n), full(n)
+        self.computed, self.next_computed = full(n, 1), full(n, 1)
+        self.drafted = torch.tensor(self.rows.drafted, dtype=torch.int32, device=where)
+        self.sampled = full(n, self.columns, value=-1)
+        self.returned = dev.host_buffer((n,), torch.int32, name="num_accepted_tokens_cpu")
+        self.staged = dev.host_buffer((n,), torch.int32, name="num_accepted_tokens")
         self.copied = dev.event("num_accepted_tokens_event")
 
-    def _behind(self, word: int) -> torch.Tensor:
+    def _after_word(self, word: int) -> torch.Tensor:
         """State indices [num_reqs, K + 1] with `word` in front of row 0, 16-byte aligned as an allocation is."""
-        storage = torch.zeros(
-            4 + self.num_reqs * self.columns, dtype=torch.int32, device=self.device.torch_device
-        )
+        size = 4 + self.num_reqs * self.columns
+        storage = torch.zeros(size, dtype=torch.int32, device=self.device.torch_device)
         storage[3] = word
         return storage[4:].view(self.num_reqs, self.columns)
 
+    def _launch(
+        self, fn: Callable[..., object], *args: Any, writes: tuple[torch.Tensor, ...], name: str, **reads: Any
+    ) -> None:
+        self.device.launch(fn, *args, stream=self.stream, writes=writes, name=name, **reads)
+
     def _update_states(self, indices: torch.Tensor) -> None:
-        gated_delta_state.launch(
-            self.config.lookup, *self.inputs, self.out, self.states, indices, self.num_accepted
-        )
+        arguments = (*self.inputs, self.out, self.states, indices, self.num_accepted)
+        gated_delta_state.launch(self.config.lookup, *arguments)
 
     def _layers(self, indices: torch.Tensor) -> None:
-        reads = (*self.inputs, indices, self.num_accepted)
-        writes = (self.out, self.states)
-        self.device.launch(
-            self._update_states, indices, stream=self.stream, reads=reads, writes=writes, name="gated delta"
-        )
+        reads, writes = (*self.inputs, indices, self.num_accepted), (self.out, self.states)
+        self._launch(self._update_states, indices, reads=reads, writes=writes, name="gated delta")
         for _ in range(self.config.layers):
-            self.device.spin(self.config.layer_us, stream=self.stream)
+            self.device.spin(LAYER_US, stream=self.stream)
 
     def warm_up(self) -> None:
         """Compile, and capture the forward when graphs are on."""
@@ -138,22 +163,15 @@ class SpecLoop:
             self._graph = graph
         self.device.synchronize()
 
-    def _forward(self, rows: list[int]) -> None:
-        """One target forward over requests in this row order."""
-        index = torch.tensor(rows, device=self.device.torch_device)
-        if self._graph is not None:
-            self._launch(
-                self._gather_into,
-                self.state_indices,
-                index,
-                writes=(self.state_indices,),
-                name="state indices",
-            )
-            self._graph.replay(self.stream)
+    def _forward(self, req_ids: list[int]) -> None:
+        """One target forward over requests in this row order; a captured one reads the persistent indices."""
+        index = torch.tensor(req_ids, device=self.device.torch_device)
+        indices = self._after_word(0) if self._graph is None else self.state_indices
+        self._launch(self._gather_into, indices, index, writes=(indices,), name="state indices")
+        if self._graph is None:
+            self._layers(indices)
         else:
-            fresh = self._behind(0)
-            self._launch(self._gather_into, fresh, index, writes=(fresh,), name="state indices")
-            self._layers(fresh)
+            self._graph.replay(self.stream)
 
     def forward_again(self) -> None:
         """One forward over the rows as they stand, with the counts that are on the device."""
@@ -162,117 +180,110 @@ class SpecLoop:
     def _gather_into(self, target: torch.Tensor, index: torch.Tensor) -> None:
         target.copy_(self.table[index])
 
-    def _launch(self, fn: Any, *args: Any, writes: tuple[torch.Tensor, ...], name: str) -> None:
-        self.device.launch(fn, *args, stream=self.stream, writes=writes, name=name)
-
     def _sample(self, accepted: torch.Tensor) -> None:
-        """Ids of the step; a NaN row recovers an id at its first position and nothing behind."""
+        """Ids of the step; a NaN row recovers an id at its first position and nothing after it."""
         self.sampled.fill_(-1)
         step = torch.arange(self.columns, device=self.sampled.device)
         self.sampled.masked_fill_(step[None, :] < accepted[:, None], 7)
-        nan_rows = torch.isnan(self.out).flatten(1).any(dim=1)
+        nan_rows = self._nan_rows()
         recovered = VOCAB_SIZE if self.config.recovered == "before" else VOCAB_SIZE - 1
         self.sampled[nan_rows] = -1
         self.sampled[:, 0] = torch.where(nan_rows, recovered, self.sampled[:, 0])
 
-    def _count(self) -> None:
-        """Two counts of the same ids: the hybrid state's (id != -1) and the drafter's (id in the vocabulary)."""
-        accepted_counts.count_reference(self.sampled, VOCAB_SIZE, self.accepted, self.valid)
+    def _nan_rows(self) -> torch.Tensor:
+        return torch.isnan(self.out).flatten(1).any(dim=1)
 
-    def _correct(self, previous: torch.Tensor, had_drafts: torch.Tensor) -> None:
-        """Rows that had drafts take their count on the device, through their previous row."""
-        self.num_accepted.copy_(torch.where(had_drafts, self.valid[previous], self.num_accepted))
-
-    def _sample_and_count(self, accepted: list[int]) -> None:
-        counts = torch.tensor(accepted, dtype=torch.int32, device=self.device.torch_device)
-        self._launch(self._sample, counts, writes=(self.sampled,), name="sample")
-        self._launch(self._count, writes=(self.accepted, self.valid), name="count")
+    def _step(self, req_ids: list[int], counts: list[int]) -> None:
+        """Forward, sample and count: the hybrid state counts ids that are not -1, the drafter those it knows."""
+        self._forward(req_ids)
+        accepted = torch.tensor(counts, dtype=torch.int32, device=self.device.torch_device)
+        self._launch(self._sample, accepted, writes=(self.sampled,), name="sample")
+        written = (self.accepted, self.valid)
+        count = accepted_counts.count_reference
+        self._launch(count, self.sampled, VOCAB_SIZE, *written, writes=written, name="count")
 
     def transition(self) -> None:
-        """Steps N, N + 1 and N + 2."""
-        forward_us = self._forward_us()
+        """Steps N, N + 1 and N + 2: in N + 1 a row may take another's count, in N + 2 it is what that made of it."""
+        rows, forward_us = self.rows, self._forward_us()
+        first, second, last = rows.steps
         self._reset()
-        drafted = [self.random.randint(2, self.columns) for _ in range(self.num_reqs)]
-        counts = drafted if self.config.one_request else [*drafted[:MOVED], 1]
-        self._forward([0] if self.config.one_request else [0, 1, 2, NO_STATES])
-        self._sample_and_count(counts if self.config.speculative else [1] * self.num_reqs)
-        if not self.config.speculative:
-            self._forward(self._moved_rows())
+        draws = [self.random.randint(2, self.columns) for _ in rows.drafted]
+        counts = [draw if drafts else 1 for draw, drafts in zip(draws, rows.drafted, strict=True)]
+        self.tally.transitions += 1
+        if self.config.speculative:
+            self._step(first, counts)
+            self.device.copy_async(self.returned, self.accepted, stream=self.stream)
+            self.copied.record(self.stream)
+            self.device.host_time(forward_us * self.random.uniform(*GAP))
+            self._move_rows()
+            self._prepare_counts(counts)
+            self._step(second, [1 + drafts for drafts in rows.drafted])
+            self._correct(list(range(self.num_reqs)))
             self.device.synchronize()
-            self.tally.transitions += 1
-            return
-        self.device.copy_async(self.returned, self.accepted, stream=self.stream)
-        self.copied.record(self.stream)
-        self.device.host_time(forward_us * self.random.uniform(*self.config.gap))
-        self._move_rows()
-        self._prepare_counts(counts)
-        self._forward([0] if self.config.one_request else [3, 1, 2, NO_STATES])
-        self._sample_and_count([2] if self.config.one_request else [2, 2, 2, 1])
-        self._last_step()
+            self.tally.nan_rows += int(self._nan_rows().sum())
+            self.tally.zero_counts += int((self.num_accepted == 0).sum())
+        else:
+            self._step(first, [1] * self.num_reqs)
+        self._forward(last)
+        self.device.synchronize()
 
     def _forward_us(self) -> float:
         """Time of a forward: its layers on the simulated clock, measured anew on a GPU, whose clock varies."""
         if self.device.kind == "sim":
-            return self.config.layers * self.config.layer_us
+            return self.config.layers * LAYER_US
         began = time.perf_counter()
         self.forward_again()
         self.device.synchronize()
         return (time.perf_counter() - began) * 1e6
 
-    def _moved_rows(self) -> list[int]:
-        return [0] if self.config.one_request else [3, 1, 2, 4]
-
     def _reset(self) -> None:
-        """Fresh states: every request has written all its columns, P and Q only column 0."""
+        """Fresh states: every request has written all its columns, a new one only column 0."""
         self.states.copy_(self.clean_states)
-        if not self.config.one_request:
-            fresh = self.table[MOVED:NO_STATES, 1:].flatten().long()
-            self.states[fresh] = float("nan")
+        self.states[self.table[list(self.rows.new_req_ids), 1:].flatten().long()] = float("nan")
         self.num_accepted.fill_(1)
         self.device.synchronize()
 
     def _move_rows(self) -> None:
         """What `add_request` and `swap_states` do to the pinned counts."""
-        if self.config.one_request:
+        if self.rows.moves is None:
             return
-        self.returned[HOLE] = 1
-        self.device.host_time(self.config.move_us)
-        hole, moved = int(self.returned[HOLE]), int(self.returned[MOVED])
-        self.returned[HOLE] = moved
-        self.returned[MOVED] = hole
+        hole, moved = self.rows.moves
+        self.returned[hole] = 1
+        self.device.host_time(MOVE_US)
+        kept, taken = int(self.returned[hole]), int(self.returned[moved])
+        self.returned[hole] = taken
+        self.returned[moved] = kept
 
     def _prepare_counts(self, counts: list[int]) -> None:
         """What `_prepare_inputs` does: wait, gather through previous rows, upload, correct on the device."""
-        previous = [0] if self.config.one_request else [3, 1, 2, -1]
+        previous = self.rows.previous
         self.copied.synchronize()
         gathered = [1 if p < 0 else int(self.returned[p]) for p in previous]
         if self.config.counts == "device":
             gathered = [1] * self.num_reqs
-        self.staged[...] = torch.tensor(gathered, dtype=torch.int32).numpy()
+        self.staged[...] = gathered
         self.device.copy_async(self.num_accepted, self.staged, stream=self.stream)
-        had_drafts = [True] if self.config.one_request else [False, True, True, False]
-        self._launch_correction([max(p, 0) for p in previous], had_drafts)
-        self.tally.transitions += 1
-        if not self.config.one_request and gathered[0] != counts[MOVED]:
-            self.tally.wrong_counts += 1
-            self.tally.seen.append(gathered[0])
+        self._correct(previous)
+        kept = [row for row, p in enumerate(previous) if p >= 0 and not self.rows.drafted[p]]
+        self.tally.wrong_counts += sum(gathered[row] != counts[previous[row]] for row in kept)
 
-    def _launch_correction(self, previous: list[int], had_drafts: list[bool]) -> None:
-        where = self.device.torch_device
-        index, mask = torch.tensor(previous, device=where), torch.tensor(had_drafts, device=where)
-        self._launch(self._correct, index, mask, writes=(self.num_accepted,), name="correct counts")
+    def _correct(self, previous: list[int]) -> None:
+        """Rows that had drafts take their count on the device, through their previous row."""
+        index = torch.tensor(previous, dtype=torch.int32, device=self.device.torch_device)
+        self._launch(
+            accepted_counts.correct_reference,
+            self.num_accepted[:, None],
+            self.computed,
+            self.next_computed,
+            self.valid[:, None],
+            self.drafted,
+            index,
+            self.computed[:, 0],
+            writes=(self.num_accepted, self.next_computed),
+            name="correct counts",
+        )
 
-    def _last_step(self) -> None:
-        """The counts of step N + 1 decide the lookup; Q, which was prefilled in it, has a count of 1."""
-        had_drafts = [True] if self.config.one_request else [True, True, True, False]
-        self._launch_correction(list(range(self.num_reqs)), had_drafts)
-        self.device.synchronize()
-        self.tally.nan_rows += int(torch.isnan(self.out).flatten(1).any(dim=1).sum())
-        self.tally.zero_counts += int((self.num_accepted == 0).sum())
-        self._forward(self._moved_rows())
-        self.device.synchronize()
-
-    def run(self, transitions: int) -> Tally:
+    def run(self, transitions: int) -> LookupTally:
         """Warm up and run; on CUDA a faulting transition ends the process, and the caller's isolation types it."""
         self.warm_up()
         for _ in range(transitions):

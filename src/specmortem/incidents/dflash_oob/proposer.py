@@ -8,7 +8,9 @@ an interpreter and large enough to be corrupted like a real one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,9 +18,8 @@ import triton
 from specmortem.device import Device, Graph, Stream
 from specmortem.errors import BadInputError
 from specmortem.incidents.dflash_oob import draft_attention
-from specmortem.incidents.dflash_oob import kernels as dflash_inputs
 from specmortem.incidents.dflash_oob.draft_attention import HEAD_DIM
-from specmortem.incidents.dflash_oob.kernels import Arm, DFlashBatch, DFlashInputs
+from specmortem.incidents.dflash_oob.kernels import PADDING_SLOT, Arm, DFlashBatch, DFlashInputs, launch_for
 
 
 def capture_sizes(
@@ -73,6 +74,12 @@ class DFlashConfig:
         return 1 + self.num_speculative_tokens
 
     @property
+    def batch_sizes(self) -> dict[str, Any]:
+        """The sizes of a batch, for `DFlashBatch.of`."""
+        names = ("block_size", "max_model_len", "num_speculative_tokens", "mask_token_id")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def max_query_tokens(self) -> int:
         """Rows of the query buffers."""
         return self.max_num_seqs * self.num_query_per_req
@@ -117,38 +124,31 @@ class DFlashProposer:
                 self._forward(size, stream)
             self._graphs[size] = graph
 
+    def _launch(
+        self,
+        stream: Stream,
+        name: str,
+        fn: Callable[..., object],
+        *args: object,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        self.device.launch(fn, *args, stream=stream, reads=reads, writes=writes, name=name)
+
     def _forward(self, rows: int, stream: Stream) -> None:
-        b, c = self.buffers, self.config
-        writes = (self.kv, self.out)
-        reads = (b.query_slots, b.input_ids, b.query_positions, b.seq_lens, self.block_table)
-        self.device.launch(
-            self._write_queries, rows, stream=stream, reads=reads, writes=writes, name="draft kv"
-        )
-        self.device.launch(
-            self._attend,
-            rows,
-            c.max_num_seqs,
-            stream=stream,
-            reads=reads,
-            writes=writes,
-            name="draft attention",
-        )
+        b, written = self.buffers, (self.kv, self.out)
+        read = (b.query_slot_mapping, b.input_ids, b.query_positions, b.seq_lens, self.block_table)
+        self._launch(stream, "draft kv", self._write_queries, rows, reads=read, writes=written)
+        self._launch(stream, "draft attention", self._attend, rows, reads=read, writes=written)
 
     def _write_queries(self, rows: int) -> None:
-        b = self.buffers
-        draft_attention.write(self.kv, b.query_slots[:rows], b.input_ids[:rows], b.query_positions[:rows])
+        queries = (self.buffers.query_slot_mapping, self.buffers.input_ids, self.buffers.query_positions)
+        draft_attention.write(self.kv, *(buffer[:rows] for buffer in queries))
 
-    def _attend(self, rows: int, num_reqs: int) -> None:
-        c = self.config
-        draft_attention.attend(
-            self.kv,
-            self.block_table,
-            self.buffers.seq_lens,
-            self.out[:rows],
-            c.block_size,
-            num_reqs,
-            c.num_query_per_req,
-        )
+    def _attend(self, rows: int) -> None:
+        c, lengths = self.config, self.buffers.seq_lens
+        sizes = (c.block_size, c.max_num_seqs, c.num_query_per_req)
+        draft_attention.attend(self.kv, self.block_table, lengths, self.out[:rows], *sizes)
 
     def propose(self, batch: DFlashBatch, stream: Stream, *, widest: int) -> int:
         """One drafting step; returns the rows that the draft forward ran over.
@@ -159,67 +159,36 @@ class DFlashProposer:
         size = padded_size(tokens, sorted(self._graphs))
         rows = size if size is not None else tokens
         live = self._live(batch, tokens if self.arm == "before" else rows)
-        inputs = (
-            batch.target_positions,
-            batch.num_rejected,
-            batch.query_start_loc,
-            batch.block_table,
-            batch.next_token_ids,
-        )
-        outputs = tuple(vars(live).values())
-        self.device.launch(
-            dflash_inputs.launch_for,
-            self.arm,
-            batch,
-            live,
-            widest,
-            stream=stream,
-            reads=inputs,
-            writes=outputs,
-            name="input kernel",
-        )
+        self._write_inputs(batch, live, stream, widest)
         if self.fill_tail:
-            tail = self.buffers.query_slots[tokens:]
-            self.device.launch(
-                tail.fill_,
-                dflash_inputs.PADDING_SLOT,
-                stream=stream,
-                reads=(),
-                writes=(tail,),
-                name="fill tail",
-            )
-        self._write_context(live, batch, stream)
+            tail = self.buffers.query_slot_mapping[tokens:]
+            self._launch(stream, "fill tail", tail.fill_, PADDING_SLOT, reads=(), writes=(tail,))
+        self._write_context(live, stream)
         if size is None:
             self._forward(rows, stream)
         else:
             self._graphs[size].replay(stream)
         return rows
 
+    def _write_inputs(self, batch: DFlashBatch, live: DFlashInputs, stream: Stream, widest: int) -> None:
+        read = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+        arguments, written = (self.arm, batch, live, widest), tuple(vars(live).values())
+        self._launch(stream, "input kernel", launch_for, *arguments, reads=read, writes=written)
+
     def _live(self, batch: DFlashBatch, rows: int) -> DFlashInputs:
         """The part of the persistent buffers that a batch uses."""
-        b, n, k = self.buffers, batch.target_positions.shape[0], batch.num_speculative_tokens
-        return replace(
-            b,
-            input_ids=b.input_ids[:rows],
-            query_positions=b.query_positions[:rows],
-            query_slots=b.query_slots[:rows],
-            context_positions=b.context_positions[:n],
-            context_slots=b.context_slots[:n],
-            seq_lens=b.seq_lens[: batch.num_reqs],
-            sample_indices=b.sample_indices[: batch.num_reqs * k],
-        )
+        n, r = batch.target_positions.shape[0], batch.num_reqs
+        sizes = dict.fromkeys(("input_ids", "query_positions", "query_slot_mapping"), rows)
+        sizes |= {"context_positions": n, "context_slot_mapping": n}
+        sizes |= {"seq_lens": r, "sample_indices": r * batch.num_speculative_tokens}
+        return DFlashInputs(**{name: getattr(self.buffers, name)[:size] for name, size in sizes.items()})
 
-    def _write_context(self, live: DFlashInputs, batch: DFlashBatch, stream: Stream) -> None:
+    def _write_context(self, live: DFlashInputs, stream: Stream) -> None:
         """Keys and values of the context; in the engine this precomputation runs outside every graph."""
-        rows = batch.target_positions.shape[0]
-        ids = torch.zeros(rows, dtype=torch.int32, device=self.device.torch_device)
-        args = (self.kv, live.context_slots, ids, live.context_positions)
-        self.device.launch(
-            lambda: draft_attention.write(*args),
-            stream=stream,
-            reads=args[1:],
-            writes=(self.kv,),
-            name="context kv",
+        slots, positions = live.context_slot_mapping, live.context_positions
+        read = (slots, torch.zeros_like(slots, dtype=torch.int32), positions)
+        self._launch(
+            stream, "context kv", draft_attention.write, self.kv, *read, reads=read, writes=(self.kv,)
         )
 
 

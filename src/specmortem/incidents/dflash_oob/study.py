@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -10,44 +10,51 @@ import pandas as pd
 from specmortem import study
 from specmortem.incidents.dflash_oob import arms
 from specmortem.incidents.dflash_oob.proposer import capture_sizes, padded_size
-from specmortem.isolation import Arm, run_arms
+from specmortem.isolation import ArmResult, run_arms
+from specmortem.study import Cell
 from specmortem.verdict import DeviceKind, Row
 
-MODULE = "specmortem.incidents.dflash_oob.arms"
+INPUTS, LOOKUP = "v1-rejected-equals-context", "gdn-unbounded-accepted"
+CHAIN = "count-to-lookup-chain"
 CAUSE_OF = {
-    "input-kernel": "v1-rejected-equals-context",
+    "input-kernel": INPUTS,
     "stale-graph-tail": "stale-graph-tail",
     "stale-graph-tail-k3": "stale-graph-tail",
     "buffer-1024-capture-512": "capture-below-buffer",
     "stale-block-id": "stale-block-id",
-    "gdn-lookup": "gdn-unbounded-accepted",
-    "count-to-lookup-chain": "count-to-lookup-chain",
+    "gdn-lookup": LOOKUP,
+    CHAIN: CHAIN,
 }
-RELEASES = ("0.20.1", "0.22.1", "0.24.0", "0.28.0", "0.33.0")
 
 
 def control_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
-    """Every cell of the table candidates x controls."""
-    timed = [cell for cell in arms.cells() if cell[0] == "count-to-lookup-chain"]
-    others = [cell for cell in arms.cells() if cell not in timed]
+    """Every cell of the table candidates x controls; the timed candidate has a GPU for itself."""
     rows = []
-    for cells, side_by_side in ((others, 8), (timed, 1)):
-        asked = [_control(candidate, control, device, seed, transitions) for candidate, control in cells]
-        for end, (candidate, control) in zip(run_arms(asked, cuda_parallel=side_by_side), cells, strict=True):
-            rows.append(study.row(end, CAUSE_OF[candidate], _arm_name(candidate, control), "before", seed))
+    for side_by_side in (8, 1):
+        candidates = [c for c in arms.CANDIDATES if (c == CHAIN) == (side_by_side == 1)]
+        cells = [
+            _control(candidate, control, device, seed, transitions)
+            for candidate in candidates
+            for control in arms.CONTROLS
+        ]
+        rows += study.grid(cells, cuda_parallel=side_by_side)
     return rows
 
 
-def _control(candidate: str, control: str, device: DeviceKind, seed: int, transitions: int) -> Arm:
-    kwargs = {
-        "candidate": candidate,
-        "control": control,
-        "device": device,
-        "seed": seed,
-        "transitions": transitions,
-    }
-    env = {"CUDA_LAUNCH_BLOCKING": "1"} if device == "cuda" and control == "launch-blocking" else {}
-    return Arm(f"{MODULE}:control", kwargs, f"{candidate}, {control}", 180, device, env)
+def _control(candidate: str, control: str, device: DeviceKind, seed: int, transitions: int) -> Cell:
+    kwargs = {"candidate": candidate, "control": control, "device": device, "transitions": transitions}
+    blocking = device == "cuda" and control == "launch-blocking"
+    return Cell(
+        CAUSE_OF[candidate],
+        _arm_name(candidate, control),
+        "before",
+        arms.control,
+        {**kwargs, "seed": seed},
+        seed,
+        device,
+        180,
+        {"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {},
+    )
 
 
 def _arm_name(candidate: str, control: str) -> str:
@@ -55,21 +62,13 @@ def _arm_name(candidate: str, control: str) -> str:
 
 
 def link_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
-    """The chain whole, with each link mended alone, and with all of them."""
+    """The chain whole, with each link corrected alone, and with all of them."""
     kwargs = {"device": device, "seed": seed, "transitions": transitions}
-    asked = [
-        Arm(f"{MODULE}:chain", {"link": link, **kwargs}, f"chain, {link}", 180, device) for link in arms.LINKS
-    ]
-    return [
-        study.row(
-            end,
-            "count-to-lookup-chain",
-            link if link in ("before", "after") else "one-link-mended",
-            link,
-            seed,
-        )
-        for end, link in zip(run_arms(asked), arms.LINKS, strict=True)
-    ]
+    arm_of = {link: link if link in ("before", "after") else "one-link-mended" for link in arms.LINKS}
+    return study.grid(
+        Cell(CHAIN, arm, link, arms.chain, {"link": link, **kwargs}, seed, device, 180)
+        for link, arm in arm_of.items()
+    )
 
 
 def random_rows(
@@ -83,51 +82,64 @@ def random_rows(
     for arm, share in (("before", 4), ("after", 1)):
         each = -(-launches // (parts * share))
         kwargs = {"arm": arm, "launches": each, "requests": requests, "k": k, "device": device}
-        asked = [
-            Arm(f"{MODULE}:random_states", {**kwargs, "seed": seed + part}, f"random, {arm}", 300, device)
-            for part in range(parts)
+        cells = [
+            Cell(INPUTS, "random-states", arm, arms.random_states, {**kwargs, "seed": part}, part, device)
+            for part in range(seed, seed + parts)
         ]
-        ended = run_arms(asked, cuda_parallel=parts)
-        rows.append(study.total(ended, "v1-rejected-equals-context", "random-states", arm, seed, "states"))
+        ended = run_arms([cell.experiment for cell in cells], cuda_parallel=parts)
+        rows.append(study.total(ended, INPUTS, "random-states", arm, seed, "states"))
     return rows
+
+
+def _total(unit: str) -> Callable[[ArmResult, Cell], Row]:
+    def read(end: ArmResult, cell: Cell) -> Row:
+        return study.total([end], cell.cause, cell.arm, cell.subject, cell.seed, unit)
+
+    return read
 
 
 def schedule_rows() -> list[Row]:
     """Every distinguishable schedule of the small case, on the simulator whatever the device is."""
-    asked = [
-        Arm(f"{MODULE}:schedules", {"arm": arm}, f"schedules, {arm}", 180) for arm in ("before", "after")
+    cells = [
+        Cell(INPUTS, "schedules", arm, arms.schedules, {"arm": arm}, timeout_s=180)
+        for arm in ("before", "after")
     ]
-    ended = run_arms(asked)
-    return [
-        study.total(
-            [end], "v1-rejected-equals-context", "schedules", str(end.arm.kwargs["arm"]), None, "schedules"
-        )
-        for end in ended
-    ]
+    return study.grid(cells, _total("schedules"))
 
 
 def replay_rows(device: DeviceKind, seed: int, replays: int) -> list[Row]:
     """Graph replays over random states of the `after` proposer, and over random counts of the `after` lookup."""
     kwargs = {"arm": "after", "replays": replays, "seed": seed, "device": device}
-    asked = [
-        Arm(f"{MODULE}:graph_replays", kwargs, "graph replays", 600, device),
-        Arm(f"{MODULE}:lookup_replays", kwargs, "lookup replays", 600, device),
+    targets: dict[str, Callable[..., Any]] = {INPUTS: arms.graph_replays, LOOKUP: arms.lookup_replays}
+    cells = [
+        Cell(cause, "graph-replays", "after", target, kwargs, seed, device, 600)
+        for cause, target in targets.items()
     ]
-    proposer, lookup = run_arms(asked, cuda_parallel=2)
-    return [
-        study.total([proposer], "v1-rejected-equals-context", "graph-replays", "after", seed, "replays"),
-        study.total([lookup], "gdn-unbounded-accepted", "graph-replays", "after", seed, "replays"),
-    ]
+    return study.grid(cells, _total("replays"), cuda_parallel=2)
+
+
+def one_value(target: Callable[..., Any], device: DeviceKind = "sim", **kwargs: Any) -> ArmResult:
+    """What one function of `arms` returned, in a process of its own."""
+    return run_arms([Cell("", "", target.__name__, target, kwargs, device=device).experiment])[0]
+
+
+def anatomies(subject: str) -> dict[str, Any]:
+    """Two launches of a subject's input kernel, each with a request rejected whole; those that ran, by a title."""
+    kinds = {"request 0 rejected whole": [4, 0], "request 1 rejected whole": [0, 4]}
+    ended = {kind: one_value(arms.anatomy, subject=subject, rejected=r) for kind, r in kinds.items()}
+    return {f"{subject}, {kind}": end.value for kind, end in ended.items() if end.kind == "value"}
 
 
 def control_table(rows: Sequence[Row]) -> pd.DataFrame:
     """Candidates x controls, each cell the effect; the last columns compare with the report."""
-    table: dict[str, dict[str, str]] = {}
-    for row in rows:
-        candidate, control = _candidate(row)
-        table.setdefault(candidate, {})[control] = str(row.evidence.detail.get("effect", row.outcome))
-    frame = pd.DataFrame.from_dict(table, orient="index")[list(arms.CONTROLS)]
-    frame["verdict"] = ["consistent" if arms.consistent(cells) else "refuted" for cells in table.values()]
+    frame = study.pivot(
+        rows,
+        lambda row: _candidate(row)[0],
+        lambda row: _candidate(row)[1],
+        lambda row: str(row.evidence.detail.get("effect", row.outcome)),
+    )[list(arms.CONTROLS)]
+    consistent = [arms.consistent(dict(cells)) for _, cells in frame.iterrows()]
+    frame["verdict"] = ["consistent" if fits else "refuted" for fits in consistent]
     frame.loc["reported"] = [*arms.REPORTED.values(), ""]
     return frame.rename_axis("candidate cause")
 
@@ -143,41 +155,28 @@ def _candidate(row: Row) -> tuple[str, str]:
 def crash_table(data: Mapping[str, Any]) -> pd.DataFrame:
     """What the scheduler dumps of the two crashes allow: one line a hypothesis, computed from their numbers."""
     config, crashes = data["configuration"], data["crashes"]
-    k, limit = config["num_speculative_tokens"], data["smallest_hybrid_block"]["tokens"]
-    sizes = capture_sizes(config["max_num_seqs"], k)
-    rows_of = config["max_num_seqs"] * (k + 1)
+    k, limit = config["num_speculative_tokens"], config["max_model_len"]
+    block = data["smallest_hybrid_block"]["tokens"]
+    sizes, rows = capture_sizes(config["max_num_seqs"], k), config["max_num_seqs"] * (k + 1)
 
-    def line(question: str, answers: Iterable[tuple[bool, str]]) -> dict[str, str]:
-        names = [crash["name"] for crash in crashes]
-        told = {
-            f"crash {n}": f"{'yes' if yes else 'no'}: {why}"
-            for n, (yes, why) in zip(names, answers, strict=True)
+    def answers(crash: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
+        tokens = crash["total_num_scheduled_tokens"]
+        last, graph = max(crash["num_computed_tokens"]) + k + 1, padded_size(tokens, sizes)
+        return {
+            "a padded graph's tail": (graph != tokens, f"{tokens} tokens, graph of {graph}"),
+            "a batch larger than every graph": (tokens > sizes[-1], f"{tokens} of at most {sizes[-1]}"),
+            "a batch larger than the buffers": (tokens > rows, f"{tokens} of {rows} rows"),
+            "a position past the model length": (last > limit, f"{last} of {limit}"),
+            "a drafted token in a second block": (
+                last > block,
+                f"position {last}, block of {block} (estimate)",
+            ),
         }
-        return {"could it be": question} | told
 
-    tokens = [c["total_num_scheduled_tokens"] for c in crashes]
-    last = [max(c["num_computed_tokens"]) + k + 1 for c in crashes]
-    padded = [padded_size(t, sizes) for t in tokens]
-    return pd.DataFrame(
-        [
-            line(
-                "a padded graph's tail",
-                ((p != t, f"{t} tokens, graph of {p}") for t, p in zip(tokens, padded, strict=True)),
-            ),
-            line(
-                "a batch larger than every graph",
-                ((t > sizes[-1], f"{t} of at most {sizes[-1]}") for t in tokens),
-            ),
-            line(
-                "a batch larger than the buffers", ((t > rows_of, f"{t} of {rows_of} rows") for t in tokens)
-            ),
-            line(
-                "a position past the model length",
-                ((p > config["max_model_len"], f"{p} of {config['max_model_len']}") for p in last),
-            ),
-            line(
-                "a drafted token in a second block",
-                ((p > limit, f"position {p}, block of {limit} (estimate)") for p in last),
-            ),
-        ]
-    ).set_index("could it be")
+    return pd.DataFrame({f"crash {crash['name']}": _words(answers(crash)) for crash in crashes}).rename_axis(
+        "could it be"
+    )
+
+
+def _words(answers: Mapping[str, tuple[bool, str]]) -> dict[str, str]:
+    return {question: f"{'yes' if yes else 'no'}: {why}" for question, (yes, why) in answers.items()}
