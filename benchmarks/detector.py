@@ -157,8 +157,8 @@ def _align(release: str, name: str, idx_mapping: list[int], *inputs: list[int], 
 
 
 def _gated_delta(accepted: list[int]) -> Any:
-    subject = dflash_oob.Subject(RELEASE, "cpu", {}, {}, upstream.resolve(RELEASE))
-    return dflash_oob._lookup_launcher(subject)(accepted)
+    subject = dflash_oob.DFlashSubject(RELEASE, "cpu", {}, {}, upstream.resolve(RELEASE))
+    return dflash_oob._state_lookup(subject)(accepted)
 
 
 _after_step = [2, 2], [1, 1], [16, 17]

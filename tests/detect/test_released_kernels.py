@@ -129,7 +129,7 @@ def test_case_g_column_8399_of_123(mamba):
 )
 def test_case_h_accepted_count_outside_its_row(accepted, owner):
     tree = released("0.33.0", [*vllm_files.GATING])
-    run = dflash_oob._lookup_launcher(dflash_oob.Subject("vllm==0.33.0", "cpu", {}, {}, tree))
+    run = dflash_oob._state_lookup(dflash_oob.DFlashSubject("vllm==0.33.0", "cpu", {}, {}, tree))
     (report, *_) = run(accepted)
     assert report.tensor == "ssm_state_indices" and owner in report.lies
 
@@ -166,12 +166,12 @@ def good_launches(version: str):
     for name, run in runs.items():
         for label, batch in batches.items():
             yield f"{name}, {label}", lambda run=run, batch=batch: list(run(batch, 16).reports)
-    subject = dflash_oob.Subject(f"vllm=={version}", "cpu", {}, {}, tree)
+    subject = dflash_oob.DFlashSubject(f"vllm=={version}", "cpu", {}, {}, tree)
     yield (
         "fused_sigmoid_gating_delta_rule_update",
-        lambda: list(dflash_oob._lookup_launcher(subject)([1, 2, 4])),
+        lambda: list(dflash_oob._state_lookup(subject)([1, 2, 4])),
     )
-    yield "causal_conv1d_update", lambda: list(dflash_oob._conv_launcher(subject)([1, 2, 4]))
+    yield "causal_conv1d_update", lambda: list(dflash_oob._conv_lookup(subject)([1, 2, 4]))
     yield "eagle_prepare_next_token_padded_kernel", lambda: next_token(tree)
     yield "eagle_prepare_inputs_padded_kernel", lambda: prepare_inputs(tree)
     if version in ("0.28.0", "0.33.0"):

@@ -6,38 +6,11 @@ from specmortem.errors import BadInputError
 from specmortem.report import figures, tables
 from specmortem.verdict import DeviceInfo, Evidence, Results, Row
 
-CASE = {
-    "positions": [10, 11, 40, 41],
-    "query_start_loc": [0, 2, 4],
-    "rejected": [2, 0],
-    "query_slots": [0, 1, 2, 3, 4],
-    "reports": [{"tensor": "target_positions", "op": "load", "index": -1, "program": [0, 0, 0], "line": 7}],
-}
-
-
-def texts(figure):
-    return [t.get_text() for ax in figure.axes for t in ax.texts]
-
-
-def test_the_wrong_read_is_marked_with_its_line():
-    assert "request 0 reads [-1], line 7" in texts(figures.anchors({"a case": CASE}, "title"))
-
-
-def test_a_case_without_reports_has_no_mark():
-    assert not any("reads" in t for t in texts(figures.anchors({"a case": CASE | {"reports": []}}, "title")))
-
-
-def test_padded_batches_mark_the_reported_number():
-    figure = figures.padded_batches({3: 79, 15: 0}, 15, "title")
-    figure.canvas.draw()
-    labels = figure.axes[0].get_xticklabels()
-    assert [label.get_color() for label in labels].count(figures.FAULT) == 1
-
 
 def test_a_shown_figure_carries_its_alternative_text_and_no_date(monkeypatch):
     shown = []
     monkeypatch.setattr(figures, "display", lambda svg, metadata: shown.append((svg.data, metadata)))
-    figures.show(figures.padded_batches({3: 79}, 3, "title"), "what it shows")
+    figures.show(figures.figure(1, 2.0, "title")[0], "what it shows")
     ((svg, metadata),) = shown
     assert metadata["image/svg+xml"]["alt"] == "what it shows"
     assert "<title>what it shows</title>" in svg and "dc:date" not in svg

@@ -1,5 +1,7 @@
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import mutate
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from specmortem.detect import bounds
 from specmortem.errors import BadInputError
 from specmortem.incidents.dflash_oob import arms as dflash_oob
-from specmortem.incidents.dflash_oob import draft_attention
+from specmortem.incidents.dflash_oob import draft_attention, fix
 from specmortem.incidents.dflash_oob import kernels as dflash_inputs
 from specmortem.incidents.dflash_oob.kernels import DFlashInputs
 from specmortem.incidents.dflash_oob.probe import batch, batch_watch
@@ -18,58 +20,44 @@ from specmortem.incidents.dflash_oob.probe import batch, batch_watch
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 GOOD = [[10, 11, 12, 13], [40, 41, 42, 43]]
-NULL_SLOT = "slot = tl.where(block != 0, block * block_size + position % block_size, -1)  # guard: "
-ANY_SLOT = "slot = block * block_size + position % block_size  # "
-# guard: (source taken out, what stands there instead, batch on which it matters)
+NO_COLUMN = {"live & (position >= 0) & (column < allocated)": "live & (position >= 0)"}
+NO_POSITION = {"live & (position >= 0) & (column < allocated)": "live & (column < allocated)"}
+NO_NULL = {
+    "tl.where(block != 0, block * block_size + position % block_size, -1)": (
+        "block * block_size + position % block_size"
+    )
+}
+NEGATIVE = [[-9, -8, -7, -6], GOOD[1]]
+# guard: (lines of fix.py and what stands there instead, batch on which it matters)
 MUTANTS = {
     "anchor": (
-        "mask=has_anchor, other=-1)",
-        "mask=has_anchor | True, other=-1)",
+        {"mask=has_anchor, other=-1)": "mask=has_anchor | True, other=-1)"},
         batch(GOOD, rejected=[4, 0]),
     ),
-    "rejected": ("in_context & (first + lane < valid_end)", "in_context", batch(GOOD, rejected=[2, 0])),
-    "context column": (
-        "is_valid & (position >= 0) & (column < allocated)",
-        "is_valid & (position >= 0)",
-        batch(GOOD, num_blocks=[2, 16]),
-    ),
-    "context position": (
-        "is_valid & (position >= 0) & (column < allocated)",
-        "is_valid & (column < allocated)",
-        batch([[-9, -8, -7, -6], GOOD[1]]),
-    ),
-    "query column": ("in_length & (column < allocated)", "in_length", batch(GOOD, num_blocks=[4, 11])),
-    "query position": (
-        "in_query & has_anchor & (position >= 0) & (position",
-        "in_query & has_anchor & (position",
-        batch([[-9, -8, -7, -6], GOOD[1]]),
-    ),
+    "rejected": ({"is_valid = at < valid_end": "is_valid = at < end"}, batch(GOOD, rejected=[2, 0])),
+    "context column": (NO_COLUMN, batch(GOOD, num_blocks=[2, 16])),
+    "context position": (NO_POSITION, batch(NEGATIVE)),
+    "query column": (NO_COLUMN, batch(GOOD, num_blocks=[4, 11])),
+    "query position": (NO_POSITION, batch(NEGATIVE)),
     "query anchor": (
-        "tl.where(has_anchor, anchor + 1 + lane, 0)\n    in_length = in_query & has_anchor & ",
-        "anchor + 1 + lane\n    in_length = in_query & ",
+        {
+            "tl.where(has_anchor, anchor + 1 + offset, 0)": "anchor + 1 + offset",
+            "(offset < Q) & has_anchor & ": "(offset < Q) & ",
+        },
         batch(GOOD, rejected=[4, 0]),
     ),
     "length": (
-        "(position >= 0) & (position < max_model_len)",
-        "(position >= 0)",
+        {" & (position < max_model_len)  # guard 5": ""},
         replace(batch([[57, 58, 59, 60], GOOD[1]]), max_model_len=62),
     ),
-    "tail": ("in_tail = pad < num_padded", "in_tail = pad < num_reqs * Q", batch(GOOD)),
-    "context null": (
-        NULL_SLOT + "context null",
-        ANY_SLOT + "context null",
-        batch([[8, 9, 10, 11], [0]], rows=[[1, 2, 0, 4], [5]]),
-    ),
-    "query null": (
-        NULL_SLOT + "query null",
-        ANY_SLOT + "query null",
-        batch([[8, 9, 10, 11], [0]], rows=[[1, 2, 3, 0], [5]]),
-    ),
+    "tail": ({"in_tail = row < num_padded": "in_tail = row < 0"}, batch(GOOD)),
+    "context null": (NO_NULL, batch([[8, 9, 10, 11], [0]], rows=[[1, 2, 0, 4], [5]])),
+    "query null": (NO_NULL, batch([[8, 9, 10, 11], [0]], rows=[[1, 2, 3, 0], [5]])),
 }
 
 
-def detect(states, kernel):
-    """Reports of the input kernel and of the cache writes behind it, in buffers that hold stale slots."""
+def detect(states):
+    """Reports of the input kernel and of the cache writes after it, in buffers that hold stale slots."""
     padded, q = states.num_reqs * states.num_query_per_req + 4, states.num_query_per_req
     n, k = states.target_positions.shape[0], states.num_speculative_tokens
     out = DFlashInputs.empty(n, states.num_reqs, k, padded, poison=4)
@@ -77,18 +65,18 @@ def detect(states, kernel):
     starts = states.query_start_loc.tolist()
     context = [r for r in range(states.num_reqs) for _ in range(starts[r + 1] - starts[r])]
     with batch_watch(states) as watch:
-        dflash_inputs.launch("after", states, out, kernel)
+        dflash_inputs.launch("after", states, out)
         ids = torch.zeros(n, dtype=torch.int32)
         ends = valid_positions(states)
         watch.blocks(
             kv, slot_owners(states, [0] * states.num_reqs, ends), of=bounds.mapped(context), name="kv"
         )
-        draft_attention.write(kv, out.context_slots, ids, out.context_positions)
+        draft_attention.write(kv, out.context_slot_mapping, ids, out.context_positions)
         owners = slot_owners(
             states, [end or states.max_model_len for end in ends], [states.max_model_len] * len(ends)
         )
         watch.blocks(kv, owners, of=bounds.program(0, divided_by=q), name="kv")
-        draft_attention.write(kv, out.query_slots, out.input_ids, out.query_positions)
+        draft_attention.write(kv, out.query_slot_mapping, out.input_ids, out.query_positions)
     return watch.reports
 
 
@@ -112,12 +100,12 @@ def slot_owners(states, starts, ends):
     return owner
 
 
-def run(batch_, kernel=None, arm="after", padded=None):
+def run(batch_, arm="after", padded=None):
     padded = padded or batch_.num_reqs * batch_.num_query_per_req + 8
     k, n = batch_.num_speculative_tokens, batch_.target_positions.shape[0]
     out = DFlashInputs.empty(n, batch_.num_reqs, k, padded)
     with batch_watch(batch_) as watch:
-        dflash_inputs.launch(arm, batch_, out, kernel)
+        dflash_inputs.launch(arm, batch_, out)
     return out, watch.reports
 
 
@@ -147,11 +135,21 @@ def test_before_faults_on_random_states_and_after_does_not():
 
 
 @pytest.mark.parametrize("guard", MUTANTS)
-def test_detector_fires_when_a_guard_is_taken_out(guard, tmp_path):
-    old, new, states = MUTANTS[guard]
-    module = mutate.mutant(dflash_inputs, {old: new}, tmp_path)
-    assert detect(states, dflash_inputs.dflash_inputs_after) == []
-    assert detect(states, module.dflash_inputs_after) != []
+def test_detector_fires_when_a_guard_is_taken_out(guard, tmp_path, monkeypatch):
+    changes, states = MUTANTS[guard]
+    assert detect(states) == []
+    module = mutate.mutant(fix, changes, tmp_path)
+    for name in ("context_after", "queries_after", "padding_after"):
+        monkeypatch.setattr(dflash_inputs, name, getattr(module, name))
+    assert detect(states) != []
+
+
+def test_before_and_after_differ_in_the_six_guards_alone():
+    assert len(Path(fix.__file__).read_text().splitlines()) < 80
+    assert sorted(re.findall(r"# guard (\d)", Path(fix.__file__).read_text())) == list("123456")
+    for name in ("slots", "context", "queries"):
+        before, after = getattr(fix, f"{name}_before"), getattr(fix, f"{name}_after")
+        assert before.fn.__code__.co_argcount == after.fn.__code__.co_argcount
 
 
 def test_launch_spans_several_program_blocks():

@@ -3,13 +3,13 @@ import pytest
 from specmortem import device
 from specmortem.detect import bounds
 from specmortem.incidents.dflash_oob import arms as dflash_oob
-from specmortem.incidents.dflash_oob.lookup_loop import LoopConfig, SpecLoop
+from specmortem.incidents.dflash_oob.lookup_loop import LookupLoop, LoopConfig
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def run(schedule="timed", transitions=25, **changes):
-    loop = SpecLoop(device.open("sim", schedule=schedule, seed=0), LoopConfig(layers=40, **changes), seed=0)
+    loop = LookupLoop(device.open("sim", schedule=schedule, seed=0), LoopConfig(layers=40, **changes), seed=0)
     with bounds.watch(perform_mapped=True) as watch:
         tally = loop.run(transitions)
     return tally, [r for r in watch.reports if not r.mapped]
