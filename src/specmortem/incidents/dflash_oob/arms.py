@@ -27,7 +27,7 @@ from specmortem.incidents.dflash_oob import kernels as dflash_inputs
 from specmortem.incidents.dflash_oob import probe as dflash_probes
 from specmortem.incidents.dflash_oob.kernels import Arm, DFlashBatch, DFlashInputs
 from specmortem.incidents.dflash_oob.lookup_loop import LookupLoop, LoopConfig
-from specmortem.incidents.dflash_oob.proposer import DFlashConfig, DFlashProposer, foreign_writes
+from specmortem.incidents.dflash_oob.proposer import DFlashConfig, DFlashProposer
 from specmortem.upstream.vllm_files import V1
 
 CANDIDATES = (
@@ -127,8 +127,8 @@ class _Drafting:
 
     def foreign(self, snapshot: torch.Tensor, requests: int) -> list[int]:
         """Blocks that changed since `snapshot` and belong to no live request."""
-        owner = [-1, *(block // 16 for block in range(self.config.max_num_seqs * 16)), -1]
-        return foreign_writes(snapshot, self.proposer.kv, owner, self.config.block_size, set(range(requests)))
+        changed = (snapshot != self.proposer.kv).view(len(self.blocks()), -1).any(dim=1)
+        return [b for b in changed.nonzero().flatten().tolist() if not 0 < b <= requests * 16]
 
     def batch(
         self, requests: int, *, context: int = 4, start: int = 10, rejected: list[int] | None = None
@@ -320,7 +320,7 @@ def _wrong_requests(arm: Arm, batch: DFlashBatch, padded: int) -> dict[int, str]
     """Requests that were reported or came out different from the reference, each with the first reason."""
     r, k = batch.num_reqs, batch.num_speculative_tokens
     n, where = batch.target_positions.shape[0], str(batch.target_positions.device)
-    out = DFlashInputs.empty(n, r, k, padded, where)
+    out = DFlashInputs.empty(n, r, k, padded, device=where)
     found: dict[int, str] = {}
     with dflash_probes.batch_watch(batch) if where == "cpu" else nullcontext() as watch:
         dflash_inputs.launch(arm, batch, out)
@@ -333,7 +333,7 @@ def _wrong_requests(arm: Arm, batch: DFlashBatch, padded: int) -> dict[int, str]
 
 
 def _to_cpu(batch: DFlashBatch) -> DFlashBatch:
-    moved: dict[str, Any] = {n: t.cpu() for n, t in vars(batch).items() if isinstance(t, torch.Tensor)}
+    moved: dict[str, Any] = {name: tensor.cpu() for name, tensor in batch.tensors.items()}
     return replace(batch, **moved)
 
 
@@ -475,7 +475,7 @@ def price(device: str = "cuda", requests: int = 64, k: int = 15) -> dict[str, fl
     """Median microseconds of each arm's input kernel, and the ratio, from one process."""
     rng = random.Random(0)
     batch = random_batch(rng, requests, k, "cuda")
-    out = DFlashInputs.empty(batch.target_positions.shape[0], requests, k, requests * (k + 1), "cuda")
+    out = DFlashInputs.empty(batch.target_positions.shape[0], requests, k, requests * (k + 1), device="cuda")
     times: dict[str, list[float]] = {"before": [], "after": []}
     for _ in range(5):
         for arm, found in times.items():

@@ -97,25 +97,11 @@ def attend(
     num_query_per_req: int,
 ) -> None:
     """Write float32 [rows, 8]; rows of requests from `num_reqs` on are zeros."""
-    if (
-        out.dim() != 2
-        or out.shape[1] != HEAD_DIM
-        or seq_lens.shape[0] < num_reqs
-        or block_table.shape[0] < num_reqs
-    ):
+    rows = min(seq_lens.shape[0], block_table.shape[0])
+    if out.dim() != 2 or out.shape[1] != HEAD_DIM or rows < num_reqs:
         raise BadInputError(
             f"{num_reqs} requests need as many rows of block_table and seq_lens, and out [rows, {HEAD_DIM}]"
         )
-    attend_kernel[(out.shape[0],)](
-        kv,
-        block_table,
-        seq_lens,
-        out,
-        block_table.stride(0),
-        block_size,
-        block_table.shape[1],
-        num_reqs,
-        Q=num_query_per_req,
-        B=16,
-        D=HEAD_DIM,
-    )
+    sizes = (block_table.stride(0), block_size, block_table.shape[1], num_reqs)
+    grid, constants = (out.shape[0],), {"Q": num_query_per_req, "B": 16, "D": HEAD_DIM}
+    attend_kernel[grid](kv, block_table, seq_lens, out, *sizes, **constants)

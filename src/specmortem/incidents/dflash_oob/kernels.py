@@ -19,7 +19,7 @@ in 0.22.1, the same body from 0.20.1 to 0.33.0). What `after` decides otherwise 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -41,7 +41,10 @@ Arm = Literal["before", "after"]
 
 @dataclass(frozen=True)
 class DFlashInputs:
-    """What one launch writes. N context rows, R requests, Q = 1 + K queries a request, T padded query rows."""
+    """What one launch writes, in the order of the kernel's arguments.
+
+    N context rows, R requests, Q = 1 + K queries a request, T padded query rows.
+    """
 
     input_ids: torch.Tensor  # int32 [T]
     query_positions: torch.Tensor  # int64 [T]
@@ -51,28 +54,30 @@ class DFlashInputs:
     seq_lens: torch.Tensor  # int32 [R]
     sample_indices: torch.Tensor  # int32 [R * K]
 
+    @staticmethod
+    def sizes(
+        num_context: int, num_reqs: int, num_speculative_tokens: int, num_padded: int
+    ) -> dict[str, int]:
+        """Elements of each buffer: N, R, K and T as above."""
+        queries = dict.fromkeys(("input_ids", "query_positions", "query_slot_mapping"), num_padded)
+        context = dict.fromkeys(("context_positions", "context_slot_mapping"), num_context)
+        samples = num_reqs * num_speculative_tokens
+        return {**queries, **context, "seq_lens": num_reqs, "sample_indices": samples}
+
     @classmethod
-    def empty(
-        cls,
-        num_context: int,
-        num_reqs: int,
-        num_speculative_tokens: int,
-        num_padded: int,
-        device: str = "cpu",
-        poison: int = -77,
-    ) -> DFlashInputs:
-        """Buffers of a launch, filled with `poison` so that what is not written shows."""
-        i32: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        i64: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    def empty(cls, *sizes: int, device: str = "cpu", poison: int = -77) -> DFlashInputs:
+        """Buffers of a launch, of these `sizes`, filled with `poison` so that what is not written shows."""
+        dtypes = dict.fromkeys(("input_ids", "seq_lens", "sample_indices"), torch.int32)
         return cls(
-            input_ids=torch.full((num_padded,), poison, **i32),
-            query_positions=torch.full((num_padded,), poison, **i64),
-            query_slot_mapping=torch.full((num_padded,), poison, **i64),
-            context_positions=torch.full((num_context,), poison, **i64),
-            context_slot_mapping=torch.full((num_context,), poison, **i64),
-            seq_lens=torch.full((num_reqs,), poison, **i32),
-            sample_indices=torch.full((num_reqs * num_speculative_tokens,), poison, **i32),
+            **{
+                name: torch.full((size,), poison, dtype=dtypes.get(name, torch.int64), device=device)
+                for name, size in cls.sizes(*sizes).items()
+            }
         )
+
+    def live(self, *sizes: int) -> DFlashInputs:
+        """The first elements of each buffer: the part of persistent ones that a batch of these `sizes` uses."""
+        return DFlashInputs(**{name: getattr(self, name)[:n] for name, n in self.sizes(*sizes).items()})
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,11 @@ class DFlashBatch:
             num_blocks=i32(num_blocks or [block_table.shape[1]] * r),
             **sizes,
         )
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All but the sizes, in the order of the kernel's arguments."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     @property
     def num_reqs(self) -> int:
@@ -227,22 +237,13 @@ def dflash_inputs_kernel(
 def check(batch: DFlashBatch, out: DFlashInputs) -> None:
     """Raise BadInputError when shapes, dtypes or strides are not what the kernels index."""
     r, n, k = batch.num_reqs, batch.target_positions.shape[0], batch.num_speculative_tokens
-    shapes = {
-        "query_start_loc": (batch.query_start_loc, (r + 1,)),
-        "num_rejected": (batch.num_rejected, (r,)),
-        "num_blocks": (batch.num_blocks, (r,)),
-        "context_positions": (out.context_positions, (n,)),
-        "context_slot_mapping": (out.context_slot_mapping, (n,)),
-        "seq_lens": (out.seq_lens, (r,)),
-        "sample_indices": (out.sample_indices, (r * k,)),
-        "query_positions": (out.query_positions, out.input_ids.shape),
-        "query_slot_mapping": (out.query_slot_mapping, out.input_ids.shape),
-    }
-    for name, (tensor, shape) in shapes.items():
-        if tensor.shape != shape or not tensor.is_contiguous():
-            raise BadInputError(
-                f"{name} must be contiguous of shape {tuple(shape)}, not {tuple(tensor.shape)}"
-            )
+    sizes = {"query_start_loc": r + 1, "num_rejected": r, "num_blocks": r}
+    sizes |= DFlashInputs.sizes(n, r, k, out.input_ids.shape[0])
+    tensors = vars(batch) | vars(out)
+    for name, size in sizes.items():
+        if tensors[name].shape != (size,) or not tensors[name].is_contiguous():
+            found = tuple(tensors[name].shape)
+            raise BadInputError(f"{name} must be contiguous of shape {(size,)}, not {found}")
     if batch.block_table.shape[0] < r or batch.block_table.stride(1) != 1:
         raise BadInputError(f"block_table must have {r} rows with contiguous columns")
     if out.input_ids.shape[0] < r * (k + 1):
@@ -262,19 +263,8 @@ def launch_for(arm: Arm, batch: DFlashBatch, out: DFlashInputs, widest: int) -> 
     block = min(256, triton.next_power_of_2(widest))
     fixed = arm == "after"
     dflash_inputs_kernel[(batch.num_reqs + fixed, triton.cdiv(widest, block))](
-        batch.next_token_ids,
-        batch.target_positions,
-        batch.query_start_loc,
-        batch.num_rejected,
-        batch.block_table,
-        batch.num_blocks,
-        out.input_ids,
-        out.query_positions,
-        out.query_slot_mapping,
-        out.context_positions,
-        out.context_slot_mapping,
-        out.seq_lens,
-        out.sample_indices,
+        *batch.tensors.values(),
+        *vars(out).values(),
         batch.block_table.stride(0),
         batch.num_reqs,
         out.input_ids.shape[0],

@@ -153,8 +153,8 @@ def _written(b: DFlashBatch, arrays: Mapping[str, torch.Tensor], launch: Callabl
 
 
 def _poisoned(b: DFlashBatch, num_reqs: int, padded: int) -> DFlashInputs:
-    n, where = b.target_positions.shape[0], str(b.target_positions.device)
-    return DFlashInputs.empty(n, num_reqs, b.num_speculative_tokens, padded, where, POISON)
+    sizes = (b.target_positions.shape[0], num_reqs, b.num_speculative_tokens, padded)
+    return DFlashInputs.empty(*sizes, device=str(b.target_positions.device), poison=POISON)
 
 
 def _own(arm: Arm) -> InputKernel:

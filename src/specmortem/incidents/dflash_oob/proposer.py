@@ -95,13 +95,10 @@ class DFlashProposer:
 
     def __init__(self, device: Device, config: DFlashConfig, arm: Arm, *, fill_tail: bool = True) -> None:
         self.device, self.config, self.arm, self.fill_tail = device, config, arm, fill_tail
-        rows, where = config.max_query_tokens, device.torch_device
-        self.buffers = DFlashInputs.empty(
-            config.max_num_tokens, config.max_num_seqs, config.num_speculative_tokens, rows, where, poison=0
-        )
-        self.block_table = torch.zeros(
-            config.max_num_seqs, config.num_columns, dtype=torch.int32, device=where
-        )
+        rows, where, seqs = config.max_query_tokens, device.torch_device, config.max_num_seqs
+        sizes = (config.max_num_tokens, seqs, config.num_speculative_tokens, rows)
+        self.buffers = DFlashInputs.empty(*sizes, device=where, poison=0)
+        self.block_table = torch.zeros(seqs, config.num_columns, dtype=torch.int32, device=where)
         self.kv = torch.zeros(config.num_cache_blocks * config.block_size, HEAD_DIM, device=where)
         self.out = torch.zeros(rows, HEAD_DIM, device=where)
         self.sizes = capture_sizes(config.max_num_seqs, config.num_speculative_tokens)
@@ -158,7 +155,8 @@ class DFlashProposer:
         tokens = batch.num_reqs * batch.num_query_per_req
         size = padded_size(tokens, sorted(self._graphs))
         rows = size if size is not None else tokens
-        live = self._live(batch, tokens if self.arm == "before" else rows)
+        context, k = batch.target_positions.shape[0], batch.num_speculative_tokens
+        live = self.buffers.live(context, batch.num_reqs, k, tokens if self.arm == "before" else rows)
         self._write_inputs(batch, live, stream, widest)
         if self.fill_tail:
             tail = self.buffers.query_slot_mapping[tokens:]
@@ -171,17 +169,10 @@ class DFlashProposer:
         return rows
 
     def _write_inputs(self, batch: DFlashBatch, live: DFlashInputs, stream: Stream, widest: int) -> None:
-        read = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-        arguments, written = (self.arm, batch, live, widest), tuple(vars(live).values())
-        self._launch(stream, "input kernel", launch_for, *arguments, reads=read, writes=written)
-
-    def _live(self, batch: DFlashBatch, rows: int) -> DFlashInputs:
-        """The part of the persistent buffers that a batch uses."""
-        n, r = batch.target_positions.shape[0], batch.num_reqs
-        sizes = dict.fromkeys(("input_ids", "query_positions", "query_slot_mapping"), rows)
-        sizes |= {"context_positions": n, "context_slot_mapping": n}
-        sizes |= {"seq_lens": r, "sample_indices": r * batch.num_speculative_tokens}
-        return DFlashInputs(**{name: getattr(self.buffers, name)[:size] for name, size in sizes.items()})
+        read, written = list(batch.tensors.values()), list(vars(live).values())
+        self._launch(
+            stream, "input kernel", launch_for, self.arm, batch, live, widest, reads=read, writes=written
+        )
 
     def _write_context(self, live: DFlashInputs, stream: Stream) -> None:
         """Keys and values of the context; in the engine this precomputation runs outside every graph."""
@@ -190,11 +181,3 @@ class DFlashProposer:
         self._launch(
             stream, "context kv", draft_attention.write, self.kv, *read, reads=read, writes=(self.kv,)
         )
-
-
-def foreign_writes(
-    before: torch.Tensor, after: torch.Tensor, owner: list[int], block_size: int, allowed: set[int]
-) -> list[int]:
-    """Blocks of a paged cache [slots, D] that changed although none of `allowed` owns them."""
-    changed = (before != after).any(dim=1).reshape(-1, block_size).any(dim=1)
-    return [b for b in torch.nonzero(changed).flatten().tolist() if owner[b] not in allowed]
