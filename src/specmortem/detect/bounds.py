@@ -78,7 +78,7 @@ def program(axis: int, divided_by: int = 1) -> OwnerOf:
 
 
 def mapped(idx_mapping: Sequence[int], axis: int = 0) -> OwnerOf:
-    """The owner is `idx_mapping[program id]`, as with request slots behind a batch order."""
+    """The owner is `idx_mapping[program id]`, as with request slots under a batch order."""
     return lambda grid: int(idx_mapping[grid[axis]])
 
 

@@ -23,7 +23,7 @@ class ScheduleError(BadInputError):
 class Schedule:
     """Runs nothing but what is forced; the others override the points where they run more.
 
-    `poll_limit` is the number of unsuccessful queries in a row after which the program is said to poll for
+    `poll_limit` is the number of unsuccessful queries in a row after which the program is taken to poll for
     ever.
     """
 

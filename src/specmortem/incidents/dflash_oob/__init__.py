@@ -33,7 +33,7 @@ INCIDENT = Incident(
         _v1("v1-rejected-equals-context", "V1: the last valid position of a request without one"),
         Probe(
             "stale-block-id",
-            "a block id behind the allocated prefix is used",
+            "a block id after the allocated prefix is used",
             ((files.UTILS,),),
             (files.V1,),
             also=((files.V2_SPECULATOR, files.V2),),

@@ -441,7 +441,7 @@ def anatomy(subject: str, rejected: list[int]) -> dict[str, Any]:
 
     `subject` is `before`, `after` or `vllm==X`; for a release the V1 kernel runs.
     """
-    kernel = next(iter(dflash_probes.subject_of(subject, "sim", (V1,)).kernels.values()))
+    kernel = dflash_probes.subject_of(subject, "sim", (V1,)).kernel
     batch = dflash_probes.batch([[10, 11, 12, 13], [40, 41, 42, 43]], rejected=rejected)
     written = kernel(batch, 8)
     return {

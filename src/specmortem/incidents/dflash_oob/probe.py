@@ -37,7 +37,7 @@ Reports = tuple[bounds.Report, ...]
 
 @dataclass(frozen=True)
 class Written:
-    """What a launch wrote, by the names of `DFlashInputs`, and what the detector said of it."""
+    """What a launch wrote, by the names of `DFlashInputs`, and what the detector reported."""
 
     arrays: Mapping[str, torch.Tensor]
     reports: Reports

@@ -91,7 +91,7 @@ class DFlashConfig:
 
 
 class DFlashProposer:
-    """Drafts for a batch; `arm` picks the input kernel, `fill_tail` whether padded rows are told to write nowhere."""
+    """Drafts for a batch; `arm` picks the input kernel, `fill_tail` whether padded rows get no slot."""
 
     def __init__(self, device: Device, config: DFlashConfig, arm: Arm, *, fill_tail: bool = True) -> None:
         self.device, self.config, self.arm, self.fill_tail = device, config, arm, fill_tail

@@ -10,7 +10,7 @@ import pandas as pd
 from specmortem import study
 from specmortem.incidents.dflash_oob import arms
 from specmortem.incidents.dflash_oob.proposer import capture_sizes, padded_size
-from specmortem.isolation import ArmResult, run_arms
+from specmortem.isolation import Arm, ArmResult, run_arm, run_arms, target_of
 from specmortem.study import Cell
 from specmortem.verdict import DeviceKind, Row
 
@@ -30,31 +30,19 @@ CAUSE_OF = {
 def control_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
     """Every cell of the table candidates x controls; the timed candidate has a GPU for itself."""
     rows = []
-    for side_by_side in (8, 1):
-        candidates = [c for c in arms.CANDIDATES if (c == CHAIN) == (side_by_side == 1)]
-        cells = [
-            _control(candidate, control, device, seed, transitions)
-            for candidate in candidates
-            for control in arms.CONTROLS
-        ]
-        rows += study.grid(cells, cuda_parallel=side_by_side)
+    for timed in (False, True):
+        asked = [cell for cell in arms.cells() if (cell[0] == CHAIN) == timed]
+        cells = [_control(*cell, device, seed, transitions) for cell in asked]
+        rows += study.grid(cells, cuda_parallel=1 if timed else 8)
     return rows
 
 
 def _control(candidate: str, control: str, device: DeviceKind, seed: int, transitions: int) -> Cell:
     kwargs = {"candidate": candidate, "control": control, "device": device, "transitions": transitions}
     blocking = device == "cuda" and control == "launch-blocking"
-    return Cell(
-        CAUSE_OF[candidate],
-        _arm_name(candidate, control),
-        "before",
-        arms.control,
-        {**kwargs, "seed": seed},
-        seed,
-        device,
-        180,
-        {"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {},
-    )
+    env = {"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {}
+    cause, arm = CAUSE_OF[candidate], _arm_name(candidate, control)
+    return Cell(cause, arm, "before", arms.control, {**kwargs, "seed": seed}, seed, device, 180, env)
 
 
 def _arm_name(candidate: str, control: str) -> str:
@@ -120,7 +108,7 @@ def replay_rows(device: DeviceKind, seed: int, replays: int) -> list[Row]:
 
 def one_value(target: Callable[..., Any], device: DeviceKind = "sim", **kwargs: Any) -> ArmResult:
     """What one function of `arms` returned, in a process of its own."""
-    return run_arms([Cell("", "", target.__name__, target, kwargs, device=device).experiment])[0]
+    return run_arm(Arm(target_of(target), kwargs, target.__name__, 300, device))
 
 
 def anatomies(subject: str) -> dict[str, Any]:
@@ -157,6 +145,7 @@ def crash_table(data: Mapping[str, Any]) -> pd.DataFrame:
     config, crashes = data["configuration"], data["crashes"]
     k, limit = config["num_speculative_tokens"], config["max_model_len"]
     block = data["smallest_hybrid_block"]["tokens"]
+    estimate = f"block of {block} (estimate)"
     sizes, rows = capture_sizes(config["max_num_seqs"], k), config["max_num_seqs"] * (k + 1)
 
     def answers(crash: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
@@ -167,15 +156,11 @@ def crash_table(data: Mapping[str, Any]) -> pd.DataFrame:
             "a batch larger than every graph": (tokens > sizes[-1], f"{tokens} of at most {sizes[-1]}"),
             "a batch larger than the buffers": (tokens > rows, f"{tokens} of {rows} rows"),
             "a position past the model length": (last > limit, f"{last} of {limit}"),
-            "a drafted token in a second block": (
-                last > block,
-                f"position {last}, block of {block} (estimate)",
-            ),
+            "a drafted token in a second block": (last > block, f"position {last}, {estimate}"),
         }
 
-    return pd.DataFrame({f"crash {crash['name']}": _words(answers(crash)) for crash in crashes}).rename_axis(
-        "could it be"
-    )
+    columns = {f"crash {crash['name']}": _words(answers(crash)) for crash in crashes}
+    return pd.DataFrame(columns).rename_axis("could it be")
 
 
 def _words(answers: Mapping[str, tuple[bool, str]]) -> dict[str, str]:
