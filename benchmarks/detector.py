@@ -41,7 +41,7 @@ from specmortem.verdict import versions, write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-import align  # noqa: E402
+from incidents.pp_align_copy import align  # noqa: E402
 
 RELEASE, BEFORE_ROW_FIX = "vllm==0.33.0", "vllm==0.31.0"
 MAMBA = "vllm/v1/worker/mamba_utils.py"
