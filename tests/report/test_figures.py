@@ -75,6 +75,6 @@ def test_latest_results_prefer_this_run(tmp_path):
 def test_source_diff_shows_the_changed_lines_only(context):
     from specmortem.kernels import gated_delta_state as gd
 
-    diff = tables.source_diff(gd.conv_window_before, gd.conv_window_after, context)
-    assert "+    in_line = (line > 0) & (offset >= 0) & (offset < C)  # guard: conv offset" in diff
+    diff = tables.source_diff(gd.gated_delta_before, gd.gated_delta_after, context)
+    assert "+    in_row = (accepted >= 1) & (accepted <= C)  # guard: accepted count" in diff
     assert diff.startswith("@@") and "def " not in diff

@@ -53,18 +53,10 @@ _ADDRESS_SIGN = 1 << (_TAG_SHIFT - 1)
 # Odd numbers only: an offset that borrows from or carries into the tag gives an even one, which is recognised.
 _MAX_TAG = (1 << 15) - 1
 _HOOKS = {
-    "create_masked_load": [
-        "self",
-        "ptrs",
-        "mask",
-        "other",
-        "cache_modifier",
-        "eviction_policy",
-        "is_volatile",
-    ],
-    "create_masked_store": ["self", "ptrs", "value", "mask", "cache_modifier", "eviction_policy"],
-    "create_atomic_cas": ["self", "ptr", "cmp", "val", "sem", "scope"],
-    "create_atomic_rmw": ["self", "rmwOp", "ptr", "val", "mask", "sem", "scope"],
+    "create_masked_load": "self ptrs mask other cache_modifier eviction_policy is_volatile",
+    "create_masked_store": "self ptrs value mask cache_modifier eviction_policy",
+    "create_atomic_cas": "self ptr cmp val sem scope",
+    "create_atomic_rmw": "self rmwOp ptr val mask sem scope",
 }
 
 
@@ -511,7 +503,8 @@ _active: Watch | None = None
 
 def unsupported() -> str:
     """Why this triton cannot be watched; empty when it can."""
-    for name, expected in _HOOKS.items():
+    for name, parameters in _HOOKS.items():
+        expected = parameters.split()
         method = getattr(interpreter.InterpreterBuilder, name, None)
         found = list(inspect.signature(method).parameters) if method is not None else None
         if found != expected:
