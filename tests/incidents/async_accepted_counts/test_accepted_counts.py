@@ -6,21 +6,17 @@ import pytest
 from specmortem import device
 from specmortem.detect import staging
 from specmortem.errors import BadInputError
-from specmortem.incidents.async_accepted_counts.engine.accepted_counts import (
-    ALIGN_SHAPES,
-    MODES,
-    POLICIES,
-    AcceptedCounts,
-    policy,
-)
+from specmortem.incidents.async_accepted_counts import fix
+from specmortem.incidents.async_accepted_counts.engine.accepted_counts import AcceptedCounts
 from specmortem.incidents.async_accepted_counts.engine.count_loop import (
     Change,
     CountLoop,
-    Judged,
+    JudgedRows,
     LoopSize,
     Timing,
     random_change,
 )
+from specmortem.incidents.async_accepted_counts.engine.policies import ALIGN_SHAPES, MODES, POLICIES, policy
 from specmortem.incidents.async_accepted_counts.engine.uploads import Uploads
 
 ROWS = {1: True, 2: True, 3: True, 4: False}
@@ -46,7 +42,7 @@ def chain(arm, mode="none", steps=40, lanes=3, schedule="timed", seed=0, **optio
     for step in range(steps):
         change = random_change(rng, rows, 10 + 2 * step, 8)
         order = loop.step(change, counts, Timing(rng.uniform(0, 60), rng.uniform(0, 40), 40.0))
-        rows = {name: name not in (*change.comes, *change.prefilling) for name in order}
+        rows = {name: change.drafts(name) for name in order}
     return loop.judged()
 
 
@@ -55,7 +51,7 @@ def test_the_worked_example_is_wrong_at_one_landing_of_six():
         one.outcome for one in device.enumerate_schedules(lambda dev: transition(dev, "before").judged())
     ]
     assert sorted(judged.wrong for judged in found) == [0, 0, 0, 0, 0, 1]
-    assert Judged(first=1, steady=2, wrong_first=1, wrong_steady=0) in found
+    assert JudgedRows(first=1, steady=2, wrong_first=1, wrong_steady=0) in found
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -138,7 +134,7 @@ def test_names_that_mean_nothing_are_refused():
     for arm, mode in (("never", "none"), ("before", "never"), ("after-0.24.0", "align")):
         with pytest.raises(BadInputError, match=r"never|0\.24\.0"):
             policy(arm, mode)
-    assert policy("after", "align") == POLICIES["private-target"]
+    assert policy("after", "align") is POLICIES["private-target"] is fix.private_target
     assert set(ALIGN_SHAPES) < set(POLICIES)
     with pytest.raises(BadInputError, match="with sync scheduling"):
         CountLoop(device.open("sim"), policy("after", "none"), "none", scheduling="sync")

@@ -2,12 +2,12 @@ import pytest
 
 from specmortem.errors import BadInputError
 from specmortem.incidents.async_accepted_counts import arms
-from specmortem.incidents.async_accepted_counts.engine.accepted_counts import ALIGN_SHAPES
+from specmortem.incidents.async_accepted_counts.engine.policies import ALIGN_SHAPES
 
 
 @pytest.fixture(scope="module")
 def shapes():
-    return {arm: arms.landing(arm, "align") for arm in ("before", *ALIGN_SHAPES)}
+    return {arm: arms.copy_completions(arm, "align") for arm in ("before", *ALIGN_SHAPES)}
 
 
 def by_landing(found):
@@ -16,7 +16,7 @@ def by_landing(found):
 
 @pytest.mark.parametrize("mode", ["none", "all"])
 def test_before_is_wrong_only_inside_and_only_at_first_drafts(mode):
-    found = arms.landing("before", mode, 60)
+    found = arms.copy_completions("before", mode, 60)
     assert found["landings"]["before"]["total"] > 40 and found["landings"]["after"]["total"] == 60
     assert by_landing(found) == {"before": 0, "inside": found["faults"], "after": 0} and found["faults"] > 0
     assert found["wrong_rows"] == found["wrong_first_drafts"] == found["counts_of_who_left"]
@@ -24,12 +24,12 @@ def test_before_is_wrong_only_inside_and_only_at_first_drafts(mode):
 
 @pytest.mark.parametrize("mode", ["none", "all", "align"])
 def test_after_is_right_at_every_landing(mode):
-    found = arms.landing("after", mode, 60)
+    found = arms.copy_completions("after", mode, 60)
     assert found["faults"] == 0 and found["interleavings"] >= 60
 
 
 def test_what_0_24_0_does_leaves_the_copy_in_flight_and_is_right():
-    found = arms.landing("after-0.24.0", "none", 60)
+    found = arms.copy_completions("after-0.24.0", "none", 60)
     assert found["faults"] == 0 and found["interleavings"] > 240
 
 
@@ -47,7 +47,7 @@ def test_where_each_align_shape_is_wrong(shapes):
 
 
 def test_align_up_to_0_21_0_is_wrong_without_a_race():
-    found = arms.landing("blocking-copy-gathered", "align", 60)
+    found = arms.copy_completions("blocking-copy-gathered", "align", 60)
     assert found["interleavings"] == 60 and found["faults"] > 0
     assert found["landings"].pop("not-in-flight") == {"wrong": found["faults"], "total": 60}
     assert {n["total"] for n in found["landings"].values()} == {0}
@@ -57,20 +57,20 @@ def test_align_up_to_0_21_0_is_wrong_without_a_race():
     ("arm", "in_flight"), [("after", False), ("after-0.24.0", True), ("hoist-wait", True)]
 )
 def test_a_copy_is_in_flight_unless_there_is_none_or_its_own_step_waits_for_it(arm, in_flight):
-    found = arms.landing(arm, "none", 20)["landings"]
+    found = arms.copy_completions(arm, "none", 20)["landings"]
     assert ("not-in-flight" not in found) == in_flight
 
 
 def test_the_event_was_waited_for_each_time_and_did_not_help():
     tried = ("no-wait", "before", "hoist-wait", "private-target", "after")
-    found = {arm: arms.landing(arm, "none", 40) for arm in tried}
+    found = {arm: arms.copy_completions(arm, "none", 40) for arm in tried}
     assert found["before"]["landed_before_the_read"] == found["before"]["interleavings"]
     assert 0 < found["before"]["faults"] < found["no-wait"]["faults"]
     assert all(found[arm]["faults"] == 0 for arm in ("hoist-wait", "private-target", "after"))
 
 
 def test_the_host_is_wrong_about_many_rows_and_the_correction_leaves_first_drafts():
-    host, corrected = (arms.landing("before", mode, 60) for mode in ("align", "none"))
+    host, corrected = (arms.copy_completions("before", mode, 60) for mode in ("align", "none"))
     assert host["wrong_rows"] > host["wrong_first_drafts"] > 0
     assert corrected["wrong_rows"] == corrected["wrong_first_drafts"] == host["wrong_first_drafts"]
 
@@ -88,9 +88,9 @@ def test_a_second_permutation_is_wrong_in_a_run_without_a_race():
 
 def test_the_worked_example_landing_by_landing():
     found = arms.worked_example()
-    assert sorted(one["landing"] for one in found) == ["after", "before", *["inside"] * 4]
+    assert sorted(one["phase"] for one in found) == ["after", "before", *["inside"] * 4]
     wrong = [one for one in found if one["got"] != one["own"]]
-    assert [(one["landing"], one["got"], one["own"]) for one in wrong] == [("inside", [4, 2, 3], [1, 2, 3])]
+    assert [(one["phase"], one["got"], one["own"]) for one in wrong] == [("inside", [4, 2, 3], [1, 2, 3])]
     assert wrong[0]["host"] == [4, 2, 3, 1] and {one["host"][3] for one in found} == {1}
     steps = [step["what"] for step in wrong[0]["history"]]
     assert steps.index("copy lands") == 1 and steps[0] == "write"
@@ -131,9 +131,9 @@ def test_texts_are_garbled_before_and_intact_after():
     assert all(start["own"] == 1 < start["got"] for start in before["wrong_starts"])
 
 
-@pytest.mark.parametrize("landing", ["early", "late"])
-def test_texts_are_intact_when_the_copy_lands_ahead_or_behind(landing):
-    assert arms.generations("before", landing=landing)["intact"] == 48
+@pytest.mark.parametrize("completion", ["early", "late"])
+def test_texts_are_intact_when_the_copy_lands_ahead_or_behind(completion):
+    assert arms.generations("before", completion=completion)["intact"] == 48
 
 
 @pytest.mark.parametrize("control", ["sync", "launch-blocking", "one-request"])
@@ -161,7 +161,7 @@ def test_launch_blocking_garbles_texts_in_mode_align_without_a_race():
 
 
 @pytest.mark.parametrize(
-    ("arm", "landing", "intact"),
+    ("arm", "completion", "intact"),
     [
         ("hoist-wait", "window", False),
         ("drop-gather", "late", False),
@@ -170,8 +170,8 @@ def test_launch_blocking_garbles_texts_in_mode_align_without_a_race():
         ("private-target", "window", True),
     ],
 )
-def test_texts_of_the_four_align_shapes(arm, landing, intact):
-    assert (arms.generations(arm, "align", landing)["intact"] == 48) == intact
+def test_texts_of_the_four_align_shapes(arm, completion, intact):
+    assert (arms.generations(arm, "align", completion)["intact"] == 48) == intact
 
 
 def test_graph_metadata_by_tokens_has_rows_that_no_request_has_and_they_are_inert():
@@ -188,7 +188,7 @@ def test_the_kernels_leave_the_added_rows_alone():
 
 
 def test_names_that_mean_nothing_are_refused():
-    with pytest.raises(BadInputError, match="no landing 'never'"):
-        arms.generations(landing="never")
+    with pytest.raises(BadInputError, match="no completion 'never'"):
+        arms.generations(completion="never")
     with pytest.raises(BadInputError, match="no arm 'never'"):
-        arms.landing("never")
+        arms.copy_completions("never")

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from specmortem import device
 from specmortem.errors import BadInputError
 from specmortem.incidents.async_accepted_counts.engine import word_model
-from specmortem.incidents.async_accepted_counts.engine.accepted_counts import policy
 from specmortem.incidents.async_accepted_counts.engine.async_runner import (
     AsyncRunner,
     AsyncScheduler,
@@ -16,6 +15,7 @@ from specmortem.incidents.async_accepted_counts.engine.async_runner import (
     WordRequest,
     serve,
 )
+from specmortem.incidents.async_accepted_counts.engine.policies import policy
 
 STOP = word_model.ID[word_model.STOP]
 
@@ -151,7 +151,7 @@ def test_too_few_steps_are_refused():
 def test_blocks_come_back_last_freed_first():
     config = RunnerConfig(max_num_seqs=1)
     scheduler = AsyncScheduler(config, [WordRequest(n, (1, 2), 1) for n in range(2)], STOP)
-    first = scheduler.plan().comes[0]
+    first = scheduler.schedule().new_requests[0]
     scheduler.consume({0: [5]})
-    assert scheduler.plan().comes[0].blocks == first.blocks
-    assert scheduler.texts == {0: [5]} and not scheduler.done
+    assert scheduler.schedule().new_requests[0].blocks == first.blocks
+    assert scheduler.outputs == {0: [5]} and not scheduler.done

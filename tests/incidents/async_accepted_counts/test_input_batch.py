@@ -22,6 +22,20 @@ def as_model(new, counts):
     return (new.tokens, new.num_computed, blocks, tuple(counts))
 
 
+def contents(batch):
+    """Tokens, computed tokens, blocks and accepted counts of every request, whatever its row."""
+    counts = batch.num_accepted[...]
+    return {
+        name: (
+            tuple(batch.token_ids[row, : batch.num_tokens[row]].tolist()),
+            int(batch.num_computed[row]),
+            tuple(batch.blocks[row].tolist()),
+            tuple(counts[row].tolist()),
+        )
+        for name, row in batch.row_of.items()
+    }
+
+
 operations = st.lists(
     st.one_of(
         st.just(("add",)),
@@ -51,9 +65,9 @@ class Model:
             with pytest.raises(BadInputError, match="rows are taken"):
                 batch.add_request(request(self.next))
             return
-        holes = [row for row, name in enumerate(batch.names) if name is None]
+        holes = [row for row, name in enumerate(batch.req_ids) if name is None]
         row = batch.add_request(request(self.next))
-        assert row == (holes[0] if holes else len(batch.names) - 1)
+        assert row == (holes[0] if holes else len(batch.req_ids) - 1)
         self.held[self.next] = as_model(request(self.next), [1, 1])
         self.next += 1
 
@@ -70,33 +84,33 @@ class Model:
     def condense(self, batch):
         moves = batch.condense()
         assert all(source > target for source, target in moves)
-        assert None not in batch.names
+        assert None not in batch.req_ids
 
     def swap(self, batch, one, other):
-        live = [row < len(batch.names) and batch.names[row] is not None for row in (one, other)]
+        live = [row < len(batch.req_ids) and batch.req_ids[row] is not None for row in (one, other)]
         if not all(live):
             with pytest.raises(BadInputError, match="both hold a request"):
                 batch.swap_states(one, other)
             return
-        names = batch.names[one], batch.names[other]
+        names = batch.req_ids[one], batch.req_ids[other]
         batch.swap_states(one, other)
-        assert (batch.names[other], batch.names[one]) == names
+        assert (batch.req_ids[other], batch.req_ids[one]) == names
 
     def reorder(self, batch, bits):
         region = lambda name: (name & bits) % 3  # noqa: E731
-        if None in batch.names:
+        if None in batch.req_ids:
             with pytest.raises(BadInputError, match="holes"):
                 batch.reorder(region)
             return
-        before = list(batch.names)
+        before = list(batch.req_ids)
         swaps = batch.reorder(region)
-        regions = [region(name) for name in batch.names]
+        regions = [region(name) for name in batch.req_ids]
         assert regions == sorted(regions)
         right = [row for row, name in enumerate(before) if region(name) == regions[row]]
         assert not {row for swap in swaps for row in swap} & set(right)
 
     def count(self, batch, row, value):
-        if row < len(batch.names) and (name := batch.names[row]) is not None:
+        if row < len(batch.req_ids) and (name := batch.req_ids[row]) is not None:
             batch.num_accepted[row] = [value, value + 1]
             self.held[name] = (*self.held[name][:3], (value, value + 1))
 
@@ -111,9 +125,9 @@ def test_rows_move_as_a_dictionary_says(requests, moves):
     real, model = batch(lanes=2), Model()
     for operation in [("add",)] * requests + moves:
         model.apply(real, operation)
-        assert real.contents() == model.held
-        assert {name: row for row, name in enumerate(real.names) if name is not None} == real.row_of
-        rows = [name for name in real.names if name is not None]
+        assert contents(real) == model.held
+        assert {name: row for row, name in enumerate(real.req_ids) if name is not None} == real.row_of
+        rows = [name for name in real.req_ids if name is not None]
         assert real.previous_rows() == [model.previous.get(name, NEW) for name in rows]
 
 
@@ -126,7 +140,7 @@ def test_rows_of_the_worked_example():
     assert real.add_request(request(5)) == 0
     assert real.condense() == []
     assert real.reorder(lambda name: 3 if name == 5 else 0) == [(3, 0)]
-    assert real.names == [4, 2, 3, 5]
+    assert real.req_ids == [4, 2, 3, 5]
     assert real.previous_rows() == [3, 1, 2, NEW]
 
 
@@ -151,7 +165,7 @@ def test_a_cycle_of_rows_is_swapped_through_the_row_whose_request_comes_first():
     for name in (1, 2, 3, 4):
         real.add_request(request(name))
     assert real.reorder({1: 1, 2: 2, 3: 2, 4: 0}.__getitem__) == [(3, 0), (3, 1)]
-    assert real.names == [4, 1, 3, 2]
+    assert real.req_ids == [4, 1, 3, 2]
 
 
 def test_condense_moves_the_last_rows_down_and_leaves_their_content():
@@ -162,7 +176,7 @@ def test_condense_moves_the_last_rows_down_and_leaves_their_content():
     for name in (1, 3):
         real.remove_request(name)
     assert real.condense() == [(4, 0), (3, 2)]
-    assert real.names == [5, 2, 4]
+    assert real.req_ids == [5, 2, 4]
     assert real.num_accepted[...].ravel().tolist() == [5, 2, 4, 4, 5]
 
 

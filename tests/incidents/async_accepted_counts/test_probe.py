@@ -14,17 +14,21 @@ from specmortem import upstream
 from specmortem.device import Lazy, SimDevice
 from specmortem.errors import UnavailableError
 from specmortem.incidents.async_accepted_counts import probe as async_accepted_counts
-from specmortem.incidents.async_accepted_counts.engine.input_batch import InputBatch, NewRequest
-from specmortem.incidents.async_accepted_counts.probe import PROBES, WINDOW, own_step, tally, transitions
-from specmortem.incidents.async_accepted_counts.released import (
+from specmortem.incidents.async_accepted_counts.engine.copy_completion import (
+    CopyCompletion,
     HostArray,
-    Landing,
     PinnedTensor,
-    Row,
-    RunnerCode,
-    Transition,
-    counts_of,
 )
+from specmortem.incidents.async_accepted_counts.engine.input_batch import InputBatch, NewRequest
+from specmortem.incidents.async_accepted_counts.engine.transition import (
+    EXAMPLE,
+    StepRow,
+    Transition,
+    own_step,
+    tally,
+)
+from specmortem.incidents.async_accepted_counts.probe import PROBES, transitions
+from specmortem.incidents.async_accepted_counts.released import RunnerCode, counts_of
 from specmortem.upstream.vllm_files import ATTENTION_UTILS, BATCH, CACHE, GDN, MAMBA, RUNNER, UTILS
 
 OLD = [
@@ -104,7 +108,7 @@ def test_evidence_names_the_request_its_right_count_and_the_landing():
 )
 def test_of_the_four_shapes_for_align_two_are_right(arm, phases):
     found = tally(own_step(arm, "align"), transitions())
-    assert {wrong.counts.landing.phase for wrong in found.wrong} == phases
+    assert {wrong.used.copy.phase for wrong in found.wrong} == phases
 
 
 def test_evidence_of_the_metadata_gives_the_rows_of_each_tensor():
@@ -123,36 +127,36 @@ def test_transitions_hold_the_window_and_every_small_batch_once():
 
 def test_the_right_count_of_a_first_draft_is_one_and_of_a_chunk_of_a_prompt_none():
     rows = (
-        Row("A", "decode", 4, leaves=True),
-        Row("B", "decode", 2),
-        Row("P", "first-draft"),
-        Row("C", "prefill"),
+        StepRow("A", "decode", 4, finished=True),
+        StepRow("B", "decode", 2),
+        StepRow("P", "first-draft"),
+        StepRow("C", "prefill"),
     )
     assert Transition(rows, ("Q",)).right == {"B": 2, "P": 1}
 
 
 def in_flight(values):
     """A pinned tensor of ones whose copy of `values` is queued and not run, with what was noted of it."""
-    device, landing = SimDevice(Lazy()), Landing()
-    device.observers.append(landing)
+    device, copy = SimDevice(Lazy()), CopyCompletion()
+    device.observers.append(copy)
     buffer = device.host_buffer((4,), torch.int32, name="accepted counts")
     buffer[:] = 1
     pinned = PinnedTensor(buffer)
     pinned[: len(values)].copy_(torch.tensor(values), non_blocking=True)
-    landing.second_step_begins()
-    return device, landing, pinned.numpy()
+    copy.second_step_begins()
+    return device, copy, pinned.numpy()
 
 
 def test_a_copy_in_flight_overwrites_what_the_host_wrote_meanwhile():
-    device, landing, counts = in_flight([4, 2])
+    device, copy, counts = in_flight([4, 2])
     counts[0] = 9
     assert counts[0] == 9
     event = device.event()
     event.record()
     event.synchronize()
     assert list(counts[:]) == [4, 2, 1, 1]
-    landing.rows_have_moved()
-    assert landing.phase == "inside"
+    copy.rows_have_moved()
+    assert copy.phase == "inside"
 
 
 def test_a_copy_takes_what_the_device_held_when_it_was_queued():
@@ -165,13 +169,13 @@ def test_a_copy_takes_what_the_device_held_when_it_was_queued():
 
 
 def test_a_blocking_copy_is_not_in_flight():
-    device, landing = SimDevice(Lazy()), Landing()
-    device.observers.append(landing)
+    device, copy = SimDevice(Lazy()), CopyCompletion()
+    device.observers.append(copy)
     pinned = PinnedTensor(device.host_buffer((2,), torch.int32, name="accepted counts"))
     pinned.copy_(torch.tensor([4, 2]))
-    landing.second_step_begins()
+    copy.second_step_begins()
     assert list(pinned.numpy()[:]) == [4, 2]
-    assert landing.phase == "not-in-flight"
+    assert copy.phase == "not-in-flight"
 
 
 def test_a_slice_of_the_host_array_refuses_a_write_that_would_be_lost():
@@ -379,7 +383,7 @@ def test_the_released_calls_of_mode_all_are_made_in_it_and_not_in_mode_none(monk
     for name in calls:
         monkeypatch.setattr(code.given["mamba_utils"], name, lambda *_, name=name: made.append(name))
     for mode, expected in (("none", []), ("all", list(calls))):
-        counts_of(code, mode, WINDOW, SimDevice(Lazy()))
+        counts_of(code, mode, EXAMPLE, SimDevice(Lazy()))
         assert made == expected
 
 

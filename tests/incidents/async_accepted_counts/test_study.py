@@ -1,26 +1,23 @@
 import json
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 
 import pytest
 
-from specmortem import facts, incident
+from specmortem import facts, incident, study
 from specmortem import statistics as exact
 from specmortem.errors import UnavailableError
 from specmortem.incidents.async_accepted_counts import arms
 from specmortem.incidents.async_accepted_counts import figures as drawn
 from specmortem.incidents.async_accepted_counts import study as counts
-from specmortem.isolation import Arm, ArmResult
+from specmortem.isolation import ArmResult
 from specmortem.tools.engine import compare
 from specmortem.tools.engine import report as engines
 from specmortem.verdict import Evidence, Row
 
 ROOT = Path(__file__).parents[3]
 LINES = ("before", "after", "blocking-copy")
-
-
-def ended(value, kind="value", message=""):
-    return ArmResult(Arm(f"{counts.MODULE}:landing"), kind, value, message)
 
 
 @pytest.fixture
@@ -32,7 +29,12 @@ def inline(monkeypatch):
             ArmResult(arm, "value", getattr(arms, arm.target.split(":")[1])(**arm.kwargs)) for arm in asked
         ]
 
-    monkeypatch.setattr(counts, "run_arms", run)
+    monkeypatch.setattr(study, "run_arms", run)
+
+
+def patched(monkeypatch, name, function):
+    """Another function in place of an arm, under the arm's name."""
+    monkeypatch.setattr(arms, name, wraps(getattr(arms, name))(function))
 
 
 def released(cause, release, outcome, **evidence):
@@ -47,22 +49,31 @@ def test_causes_are_those_of_the_probes_and_of_the_incident():
     assert named == {probe.cause for probe in incident.get(counts.SLUG).probes}
 
 
-def test_a_row_counts_what_an_arm_counted_and_says_how_an_arm_died():
-    row = counts._counted(
-        ended({"steps": 9, "faults": 2}), counts.NONE, "random-delays-none", "before", 0, "steps"
-    )
-    assert (row.outcome, row.runs, row.faults, row.evidence.observed) == ("fault", 9, 2, "2 of 9 steps")
-    dead = counts._counted(ended(None, "timeout", "300 s"), counts.NONE, "window", "after", None, "examples")
-    assert (dead.outcome, dead.evidence.reason) == ("not-judged", "timeout: 300 s")
+@pytest.mark.usefixtures("inline")
+def test_a_row_counts_what_an_arm_counted(monkeypatch):
+    patched(monkeypatch, "transitions", lambda **_: {"judged_rows": 9, "faults": 2, "steps": 5})
+    row = counts.random_rows("sim", 0, 10)[0]
+    assert (row.arm, row.subject) == ("random-delays-none", "before")
+    assert (row.outcome, row.runs, row.faults) == ("fault", 9, 2)
+    assert row.evidence.observed == "2 of 9 judged_rows"
+
+
+def test_rows_say_how_an_arm_died(monkeypatch):
+    died = lambda asked, **_: [ArmResult(arm, "timeout", None, "300 s") for arm in asked]  # noqa: E731
+    monkeypatch.setattr(study, "run_arms", died)
+    rows = counts.window_rows("sim") + counts.move_rows(1, 0) + counts.throughput_rows("sim", 1, 1)
+    rows += counts.detector_rows() + counts.metadata_rows("sim")
+    assert {(row.outcome, row.evidence.reason) for row in rows} == {("not-judged", "timeout: 300 s")}
+    assert {row.arm for row in rows} >= {"window", "moves", "throughput", "consumers-72"}
 
 
 @pytest.mark.usefixtures("inline")
 def test_landings_become_rows_and_tables():
-    rows = counts.landing_rows(60, 0)
+    rows = counts.completion_rows(60, 0)
     by = {(row.arm, row.subject): row for row in rows}
     assert by["landing-none", "before"].outcome == "fault"
     assert all(row.outcome == "clean" for row in rows if row.subject in ("after", "after-as-released"))
-    table = counts.landing_table(rows, "none").set_index("policy")
+    table = counts.completion_table(rows, "none").set_index("policy")
     assert table.loc["before", "lands before"].startswith("0 of ")
     assert not table.loc["before", "lands inside"].startswith("0 of ")
     shapes = counts.shape_table(rows)
@@ -89,7 +100,7 @@ def test_only_swaps_misplace_a_count():
 
 @pytest.mark.usefixtures("inline")
 def test_a_kind_of_moves_that_did_not_come_up_is_not_judged(monkeypatch):
-    monkeypatch.setattr(arms, "by_move", lambda **_: {"moves": {"both": {"wrong": 0, "total": 0}}})
+    patched(monkeypatch, "by_move", lambda **_: {"moves": {"both": {"wrong": 0, "total": 0}}})
     (row,) = counts.move_rows(1, 0)
     assert (row.outcome, row.evidence.reason) == ("not-judged", "no such transition")
 
@@ -128,10 +139,11 @@ def test_texts_become_rows_a_table_and_stories():
 
 
 def test_launch_blocking_is_the_environment_of_the_process_on_a_gpu_only():
-    cell = (0, 48, "before", "none", "window", "launch-blocking")
-    assert counts._text_arm("cuda", *cell).env == {"CUDA_LAUNCH_BLOCKING": "1"}
-    assert counts._text_arm("sim", *cell).env == {}
-    assert counts._text_arm("cuda", *cell[:-1], "async").env == {}
+    def env(device, control):
+        return counts._text_cell("before", "none", "window", control, {"device": device, "seed": 0}).env
+
+    assert env("cuda", "launch-blocking") == {"CUDA_LAUNCH_BLOCKING": "1"}
+    assert env("sim", "launch-blocking") == env("cuda", "async") == {}
 
 
 @pytest.mark.usefixtures("inline")
@@ -188,7 +200,7 @@ def test_throughput_rows_hold_ratios_and_judge_counts(monkeypatch):
     assert all(row.outcome == "clean" for row in rows)
     assert list(counts.throughput_table(rows)["rounds"]) == [1, 1, 1]
     real = arms.throughput
-    monkeypatch.setattr(arms, "throughput", lambda **k: {**real(**k), "wrong": dict.fromkeys(LINES, 1)})
+    patched(monkeypatch, "throughput", lambda **k: {**real(**k), "wrong": dict.fromkeys(LINES, 1)})
     assert all(row.outcome == "fault" for row in counts.throughput_rows("sim", 1, 20))
 
 
@@ -201,7 +213,7 @@ def test_metadata_rows_hold_shapes_and_a_state_that_differs_is_a_fault(monkeypat
     assert list(shapes.loc["72 in a graph for 72", ["before", "after"]]) == ["[288, 4]", "[72, 4]"]
     assert list(shapes.loc["3 in a graph for 4", ["before", "after"]]) == ["[16, 4]", "[4, 4]"]
     real = arms.metadata
-    monkeypatch.setattr(arms, "metadata", lambda **k: {**real(**k), "inert": False})
+    patched(monkeypatch, "metadata", lambda **k: {**real(**k), "inert": False})
     assert [row.outcome for row in counts.metadata_rows("sim")] == ["fault", "fault"]
 
 
@@ -224,7 +236,7 @@ def test_released_kernels_do_not_see_the_added_rows_and_a_wrong_count_would_be_s
 
 @pytest.mark.usefixtures("inline", "interpreted")
 def test_questions_of_the_review_are_answered_from_rows():
-    rows = counts.landing_rows(40, 0) + counts.metadata_rows("sim") + counts.random_rows("sim", 0, 6400)
+    rows = counts.completion_rows(40, 0) + counts.metadata_rows("sim") + counts.random_rows("sim", 0, 6400)
     answers = counts.review_table(rows).set_index("question")["answer"]
     assert list(answers.index) == list(counts.QUESTIONS.values())
     assert answers.iloc[0].startswith("72 requests have 288 rows by tokens, 72 by requests; 216")

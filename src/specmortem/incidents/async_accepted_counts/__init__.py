@@ -28,9 +28,9 @@ def _probe(cause: str, title: str, also: tuple[tuple[str, str], ...] = (), versi
     return Probe(cause, title, tuple((path,) for path in _STEP), tuple(_STEP.values()), also, version=version)
 
 
-def _landings(mode: str) -> Campaign:
+def _completions(mode: str) -> Campaign:
     kwargs = {"mode": mode, "transitions": 20}
-    return Campaign(f"{__name__}.arms:landing", "interleavings", kwargs=kwargs, takes_device=False)
+    return Campaign(f"{__name__}.arms:copy_completions", "interleavings", kwargs=kwargs, takes_device=False)
 
 
 INCIDENT = Incident(
@@ -59,5 +59,5 @@ INCIDENT = Incident(
         "stale-count-align": Rule((V1, HYBRID, SPECULATION, ALIGN, COUNTS, CONCURRENT)),
         "graph-metadata-rows": Rule((HYBRID, SPECULATION, FULL_GRAPHS), "no wrong value is known to follow"),
     },
-    campaigns={"stale-count-none": _landings("none"), "stale-count-align": _landings("align")},
+    campaigns={"stale-count-none": _completions("none"), "stale-count-align": _completions("align")},
 )

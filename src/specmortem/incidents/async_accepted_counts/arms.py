@@ -1,8 +1,7 @@
-"""Arms of incident `async-accepted-counts`: where the copy lands, what each change does, what the text becomes.
+"""Arms of incident `async-accepted-counts`: where the copy completes, what each change does, what the text becomes.
 
 Every function takes JSON-able arguments, runs in a process of its own and returns what JSON can hold. An arm is a key
-of `POLICIES`, a mode one of none, all, align. A *transition* is one step's rows becoming the next step's, with the
-counts of the first under way; in a transition only rows with drafts are judged, since they alone look a state up.
+of `POLICIES`, a mode one of none, all, align.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +22,11 @@ import torch
 from specmortem import device as devices
 from specmortem import upstream
 from specmortem.detect import staging
-from specmortem.device import Device, HostBuffer, Observer, Op, Region, Stream, TraceRecord
+from specmortem.device import Device, HostBuffer, Observer, Op, Region, Stream
 from specmortem.errors import BadInputError
 from specmortem.incidents.async_accepted_counts import causal_conv_update
 from specmortem.incidents.async_accepted_counts.engine import word_model
-from specmortem.incidents.async_accepted_counts.engine.accepted_counts import Mode, policy
+from specmortem.incidents.async_accepted_counts.engine.accepted_counts import COPY
 from specmortem.incidents.async_accepted_counts.engine.async_runner import (
     AsyncRunner,
     AsyncScheduler,
@@ -35,10 +34,11 @@ from specmortem.incidents.async_accepted_counts.engine.async_runner import (
     WordRequest,
     serve,
 )
+from specmortem.incidents.async_accepted_counts.engine.copy_completion import CopyCompletion, Phase
 from specmortem.incidents.async_accepted_counts.engine.count_loop import (
+    Accepted,
     Change,
     CountLoop,
-    Counts,
     LoopSize,
     Timing,
     random_change,
@@ -49,141 +49,72 @@ from specmortem.incidents.async_accepted_counts.engine.graph_metadata import (
     Rows,
     SpecMetadata,
 )
+from specmortem.incidents.async_accepted_counts.engine.policies import Mode, policy
+from specmortem.incidents.async_accepted_counts.engine.transition import (
+    EXAMPLE,
+    StepRow,
+    Transition,
+    outcomes,
+    own_step,
+    tally,
+)
 from specmortem.incidents.async_accepted_counts.engine.word_model import WINDOW
 from specmortem.kernels import Backend, gated_delta_state
 from specmortem.kernels.released_lookups import PLATFORM, gating_inputs
 from specmortem.upstream.vllm_files import CONV, GATING
 
 ARRAY = "num_accepted_tokens_cpu"
-COPY = "counts to host"
 DRAFTS = 3
-LANDINGS = ("before", "inside", "after")
-NO_FLIGHT = "not-in-flight"
-EXAMPLE_ROWS = {1: True, 2: True, 3: True, 4: False}
-EXAMPLE_COUNTS = {1: 4, 2: 2, 3: 3, 4: 1}
-EXAMPLE_CHANGE = Change(leaves=(1,), comes=(5,))
+PHASES: tuple[Phase, ...] = ("before", "inside", "after")
+NO_FLIGHT: Phase = "not-in-flight"
+STEADY = Transition((StepRow("A", "decode", 4, finished=True), StepRow("B", "decode", 2)), ("Q",))
 MOVES = ("neither", "swapped", "condensed", "both")
 
 
-class Move(NamedTuple):
-    """A transition: rows of step N in order with their drafts, what each accepted, and what changes."""
-
-    rows: dict[int, bool]
-    counts: dict[int, int]
-    change: Change
-
-
-EXAMPLE = Move(EXAMPLE_ROWS, EXAMPLE_COUNTS, EXAMPLE_CHANGE)
-STEADY = Move({1: True, 2: True}, {1: 4, 2: 2}, EXAMPLE_CHANGE)
-
-
-class Landed(NamedTuple):
-    """One interleaving of a transition."""
-
-    landing: str
-    landed_before_read: bool
-    rows: list[tuple[int, int, int]]  # request, count it got, count it should have
-
-
-def random_move(rng: random.Random, most: int = 8, k: int = 3) -> Move:
+def random_transition(rng: random.Random, most: int = 8, k: int = 3) -> Transition:
     """2 to `most` rows, decodes ahead of prefills as a reordered batch has them."""
     size = rng.randint(2, most)
     decodes = rng.randint(1, size)
-    rows = {name: name <= decodes for name in range(1, 1 + size)}
-    counts = {name: rng.randint(1, 1 + k) if drafted else 1 for name, drafted in rows.items()}
-    return Move(rows, counts, random_change(rng, rows, 1 + size, most))
+    rows = {number: number < decodes for number in range(size)}
+    accepted = [rng.randint(1, 1 + k) if drafted else 1 for drafted in rows.values()]
+    change = random_change(rng, rows, size, most)
+
+    def row(number: int) -> StepRow:
+        role: Any = "decode" if rows[number] else "prefill" if number in change.prefilling else "first-draft"
+        return StepRow(str(number), role, accepted[number], number in change.finished_req_ids)
+
+    return Transition(tuple(map(row, rows)), tuple(map(str, change.new_req_ids)))
 
 
-def _transition(dev: Device, arm: str, mode: Mode, move: Move) -> CountLoop:
-    loop = CountLoop(dev, policy(arm, mode), mode)
-    loop.start(move.rows, lambda name, drafted: [move.counts[name]])
-    loop.step(move.change, lambda name, drafted: [1])
-    return loop
+def copy_completions(arm: str, mode: Mode = "none", transitions: int = 120, seed: int = 0) -> dict[str, Any]:
+    """Random transitions, each under every completion of the copy among the host's row moves.
 
-
-def _landed(arm: str, mode: Mode, move: Move) -> list[Landed]:
-    """Every distinguishable interleaving of a transition."""
-
-    def program(dev: Device) -> Landed:
-        loop = _transition(dev, arm, mode, move)
-        trace = list(dev.trace)
-        back = dev.host_buffer(loop.brought.shape, torch.int32, name="brought back")
-        dev.copy_async(back, loop.brought, loop.stream)
-        loop.stream.synchronize()
-        got = dict(zip(loop.batch.order, back[...].ravel().tolist(), strict=False))
-        quiet = (*move.change.comes, *move.change.prefilling)
-        rows = [(name, got[name], move.counts[name]) for name in loop.batch.order if name not in quiet]
-        return Landed(*_place(trace, loop), rows)
-
-    found = []
-    for one in devices.enumerate_schedules(program):
-        if isinstance(one.outcome, Exception):
-            raise one.outcome
-        found.append(one.outcome)
-    return found
-
-
-def _place(trace: Sequence[TraceRecord], loop: CountLoop) -> tuple[str, bool]:
-    """Where the copy ran among the row moves' accesses of the array, and whether it did before the gather's read.
-
-    It is not in flight where there is none, or where the step before has waited for it.
-    """
-    span, copies = loop.move_span, [r.by for r in trace if r.name == COPY]
-    at = next((i for i, r in enumerate(trace) if r.by == "queue" and r.name == COPY), len(trace))
-    accesses = [
-        i for i, r in enumerate(trace) if r.by == "host" and r.name == ARRAY and r.what in ("read", "write")
-    ]
-    moves = [i for i in accesses if span[0] <= i < span[1]]
-    read = next((i for i in accesses if i >= span[1]), len(trace))
-    gone = sum(i < at for i in moves)
-    landing = "after" if gone == len(moves) else "before" if gone == 0 else "inside"
-    return landing if copies and at >= loop.began else NO_FLIGHT, at < read
-
-
-def _tally(found: Sequence[Landed], move: Move) -> Counter[str]:
-    """Wrong and all interleavings by landing, and wrong rows by kind."""
-    tally: Counter[str] = Counter()
-    left = {move.counts[name] for name in move.change.leaves}
-    for one in found:
-        wrong = [(name, got) for name, got, own in one.rows if got != own]
-        tally[f"total {one.landing}"] += 1
-        tally[f"wrong {one.landing}"] += bool(wrong)
-        tally["landed before the read"] += one.landed_before_read
-        tally["wrong rows"] += len(wrong)
-        tally["wrong first drafts"] += sum(not move.rows[name] for name, _ in wrong)
-        tally["counts of who left"] += sum(got in left for _, got in wrong)
-    tally["wrong transitions"] += any(got != own for one in found for _, got, own in one.rows)
-    return tally
-
-
-def landing(arm: str, mode: Mode = "none", transitions: int = 120, seed: int = 0) -> dict[str, Any]:
-    """Random transitions, each under every landing of the copy among the host's row moves.
-
-    `landings` counts interleavings, wrong and all: the copy lands ahead of the first access that a row move makes to
-    the array, among them, or behind the last; a copy that was waited for in its own step, or that there is none of, is
-    not in flight. `counts_of_who_left` counts wrong rows whose value is also one that a request which left had
+    `landings` counts interleavings, wrong and all: the copy completes ahead of the first access that a row move makes
+    to the array, among them, or after the last; a copy that was waited for in its own step, or that there is none of,
+    is not in flight. `counts_of_who_left` counts wrong rows whose value is also one that a request which left had
     accepted.
     """
-    rng = random.Random(seed)
-    tally: Counter[str] = Counter()
-    for _ in range(transitions):
-        move = random_move(rng)
-        tally += _tally(_landed(arm, mode, move), move)
-    places = (*LANDINGS, NO_FLIGHT) if tally[f"total {NO_FLIGHT}"] else LANDINGS
-    total = sum(tally[f"total {where}"] for where in places)
+    rng, step = random.Random(seed), own_step(arm, mode)
+    each = [tally(step, [random_transition(rng)]) for _ in range(transitions)]
+    wrong = [one for found in each for one in found.wrong]
+    total, bad = (
+        sum((counter for counter in counters), Counter[Phase]())
+        for counters in ([found.total for found in each], [found.wrong_by_phase for found in each])
+    )
+    phases = (*PHASES, NO_FLIGHT) if total[NO_FLIGHT] else PHASES
     return {
         "arm": arm,
         "mode": mode,
         "seed": seed,
         "transitions": transitions,
-        "interleavings": total,
-        "faults": sum(tally[f"wrong {where}"] for where in places),
-        "wrong_transitions": tally["wrong transitions"],
-        "landings": {w: {"wrong": tally[f"wrong {w}"], "total": tally[f"total {w}"]} for w in places},
-        "wrong_rows": tally["wrong rows"],
-        "wrong_first_drafts": tally["wrong first drafts"],
-        "counts_of_who_left": tally["counts of who left"],
-        "landed_before_the_read": tally["landed before the read"],
+        "interleavings": total.total(),
+        "faults": len(wrong),
+        "wrong_transitions": sum(bool(found.wrong) for found in each),
+        "landings": {phase: {"wrong": bad[phase], "total": total[phase]} for phase in phases},
+        "wrong_rows": sum(len(one.victims) for one in wrong),
+        "wrong_first_drafts": sum(role == "first-draft" for one in wrong for role in one.roles()),
+        "counts_of_who_left": sum(one.counts_of_who_left for one in wrong),
+        "landed_before_the_read": sum(found.before_the_read for found in each),
     }
 
 
@@ -192,50 +123,58 @@ def by_move(arm: str = "before", transitions: int = 120, seed: int = 0) -> dict[
 
     `condensed`: holes were closed, no rows swapped; `swapped`: the other way about; `both`; `neither`.
     """
-    rng = random.Random(seed)
+    rng, step = random.Random(seed), own_step(arm, "none")
     found = {kind: {"wrong": 0, "total": 0} for kind in MOVES}
     for _ in range(transitions):
-        move = random_move(rng)
-        moved = _transition(devices.open("sim", schedule="immediate"), arm, "none", move).moved
-        kind = MOVES[2 * bool(moved[0]) + bool(moved[1])]
-        for one in _landed(arm, "none", move):
-            found[kind]["total"] += 1
-            found[kind]["wrong"] += _is_wrong(one)
+        transition = random_transition(rng)
+        completions, kind = tally(step, [transition]), found[_moves(arm, transition)]
+        kind["total"] += completions.total.total()
+        kind["wrong"] += len(completions.wrong)
     return {"arm": arm, "transitions": transitions, "seed": seed, "moves": found}
 
 
-def races(arm: str = "before", mode: Mode = "none") -> dict[str, Any]:
-    """What the staging detector says of two transitions, and under how many of their landings a count is wrong.
+def _moves(arm: str, transition: Transition) -> str:
+    """How the host moves rows, whatever the copy does."""
+    loop = CountLoop(devices.open("sim", schedule="immediate"), policy(arm, "none"), "none")
+    transition.started(loop).move_rows(transition.change)
+    condensed, swapped = loop.moved
+    return MOVES[2 * bool(condensed) + bool(swapped)]
 
-    The worked example, and A (4 accepted), B (2) becoming B, Q. The watched run has the copy land as late as it may;
-    `wrong_in_this_run` counts its wrong rows.
+
+def races(arm: str = "before", mode: Mode = "none") -> dict[str, Any]:
+    """What the staging detector says of two transitions, and under how many of their completions a count is wrong.
+
+    The worked example, and A (4 accepted), B (2) becoming B, Q. The watched run has the copy complete as late as it
+    may; `wrong_in_this_run` counts its wrong rows.
     """
     dev, wrong = devices.open("sim", schedule="lazy"), 0
     with staging.watch(dev) as watched:
-        for move in (EXAMPLE, STEADY):
-            wrong += _transition(dev, arm, mode, move).judged().wrong
-    told = [
+        for transition in (EXAMPLE, STEADY):
+            loop = transition.started(CountLoop(dev, policy(arm, mode), mode))
+            loop.step(transition.change, _one)
+            wrong += loop.judged().wrong
+    reports = [
         {
             "device": race.first.subject,
             "host": f"{race.second.stack[0].rsplit(' in ', 1)[-1]} {race.second.action}s",
             "kind": race.kind,
-            "told": str(race),
+            "message": str(race),
         }
         for race in watched.races
     ]
-    landed = [one for move in (EXAMPLE, STEADY) for one in _landed(arm, mode, move)]
+    found = tally(own_step(arm, mode), (EXAMPLE, STEADY))
     return {
         "arm": arm,
         "mode": mode,
-        "races": told,
+        "races": reports,
         "wrong_in_this_run": wrong,
-        "landings": len(landed),
-        "wrong_landings": sum(_is_wrong(one) for one in landed),
+        "landings": found.total.total(),
+        "wrong_landings": len(found.wrong),
     }
 
 
-def _is_wrong(landed: Landed) -> bool:
-    return any(got != own for _, got, own in landed.rows)
+def _one(req_id: int, drafted: bool) -> list[int]:
+    return [1]
 
 
 # The worked example, step by step
@@ -248,9 +187,14 @@ class _History(Observer):
         self.array, self.rows = array, rows
         self.steps: list[dict[str, Any]] = []
 
+    @property
+    def content(self) -> list[int]:
+        """The counts of the rows that are watched."""
+        counts: list[int] = self.array.backing[: self.rows].flatten().tolist()
+        return counts
+
     def _note(self, what: str, row: int | None, site: str) -> None:
-        before = self.array.backing[: self.rows].flatten().tolist()
-        self.steps.append({"what": what, "row": row, "before": before, "site": site})
+        self.steps.append({"what": what, "row": row, "before": self.content, "site": site})
 
     def host_accessed(self, buffer: HostBuffer, region: Region, write: bool, site: str) -> None:
         if buffer.name == ARRAY:
@@ -264,36 +208,34 @@ class _History(Observer):
 
 
 def worked_example(arm: str = "before", mode: Mode = "none") -> list[dict[str, Any]]:
-    """A (4 accepted), B (2), C (3) and P (prefilled) become P, B, C, Q: one entry a landing of the copy.
+    """A (4 accepted), B (2), C (3) and P (prefilled) become P, B, C, Q: one entry a completion of the copy.
 
     `history` has every access to the array and the copy, with the array's content ahead of it; `host` the counts that
     the host has for the four rows then, `got` those that P, B and C start from, `own` what they accepted.
     """
 
     def program(dev: Device) -> dict[str, Any]:
-        loop = CountLoop(dev, policy(arm, mode), mode, LoopSize(4))
-        loop.start(EXAMPLE_ROWS, lambda name, drafted: [EXAMPLE_COUNTS[name]])
+        copy = CopyCompletion()
+        dev.observers.append(copy)
+        loop = EXAMPLE.started(CountLoop(dev, policy(arm, mode), mode, LoopSize(4)))
         history = _History(loop.batch.num_accepted, 4)
         dev.observers.append(history)
-        loop.step(EXAMPLE_CHANGE, lambda name, drafted: [1])
-        landing, _ = _place(list(dev.trace), loop)
-        taken, host = len(history.steps), loop.batch.num_accepted.backing.flatten().tolist()
-        dev.observers.clear()
+        copy.second_step_begins()
+        loop.move_rows(EXAMPLE.change)
+        copy.rows_have_moved()
+        loop.run(EXAMPLE.change, _one)
+        steps, host = list(history.steps), history.content
         dev.synchronize()
         return {
-            "landing": landing,
-            "history": history.steps[:taken],
+            "phase": copy.phase,
+            "history": steps,
             "host": host,
-            "got": loop.brought.flatten().tolist()[:3],
-            "own": [EXAMPLE_COUNTS[name] for name in loop.batch.order[:3]],
+            "got": loop.counts_used.flatten().tolist()[:3],
+            "own": [EXAMPLE.rows[number].accepted for number in loop.batch.order[:3]],
             "previous": [3, 1, 2, -1],
         }
 
-    outcomes = [one.outcome for one in devices.enumerate_schedules(program)]
-    failed = next((outcome for outcome in outcomes if isinstance(outcome, Exception)), None)
-    if failed is not None:
-        raise failed
-    return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+    return list(outcomes(program))
 
 
 # Time: how long the window is open, and how often it is hit
@@ -303,11 +245,16 @@ def _open(device: str, seed: int = 0, schedule: str = "timed") -> Device:
     return devices.open("cuda") if device == "cuda" else devices.open("sim", schedule=schedule, seed=seed)
 
 
-def _warm_up(loop: CountLoop) -> None:
-    """Compile the kernels, on a row that leaves again."""
-    loop.start({0: True}, lambda name, drafted: [1] * loop.size.lanes)
-    loop.step(Change(leaves=(0,)), lambda name, drafted: [1] * loop.size.lanes)
+def _warmed_up(loop: CountLoop) -> CountLoop:
+    """With its kernels compiled, on a row that leaves again."""
+
+    def ones(req_id: int, drafted: bool) -> list[int]:
+        return [1] * loop.size.lanes
+
+    loop.start({0: True}, ones)
+    loop.step(Change(finished_req_ids=(0,)), ones)
     loop.device.synchronize()
+    return loop
 
 
 def window(
@@ -320,16 +267,15 @@ def window(
 ) -> dict[str, Any]:
     """The worked example at each host delay ahead of the row moves: how often P got another's count.
 
-    The copy lands when the forward is done; the window is the time between the host's adding and swapping.
+    The copy completes when the forward is done; the window is the time between the host's adding and swapping.
     """
     dev = _open(device)
-    loop = CountLoop(dev, policy(arm, "none"), "none", LoopSize(4), run=_run(device))
-    _warm_up(loop)
+    loop = _warmed_up(CountLoop(dev, policy(arm, "none"), "none", LoopSize(4), run=_run(device)))
     wrong = []
     for delay in delays_us:
         before = loop.judged().wrong
         for _ in range(trials):
-            _example(loop, Timing(delay, between_us, forward_us))
+            _run_example(loop, Timing(delay, between_us, forward_us))
             dev.trace.clear()
         wrong.append(loop.judged().wrong - before)
     return {
@@ -338,6 +284,8 @@ def window(
         "delays_us": list(delays_us),
         "trials": trials,
         "wrong": wrong,
+        "examples": len(delays_us) * trials,
+        "faults": sum(wrong),
         "forward_us": forward_us,
         "between_us": between_us,
     }
@@ -347,13 +295,17 @@ def _run(device: str) -> Backend:
     return "triton" if device == "cuda" else "plain"
 
 
-def _example(loop: CountLoop, timing: Timing) -> None:
+def _run_example(loop: CountLoop, timing: Timing) -> None:
     """Three steps that end in the worked example's transition; the first two wait for each other's counts."""
-    count: Counts = lambda name, drafted: [EXAMPLE_COUNTS.get(name, 1) if drafted else 1]  # noqa: E731
-    loop.step(Change(leaves=tuple(loop.batch.order), comes=(1, 2, 3)), count)
+
+    def accepted(number: int, drafted: bool) -> list[int]:
+        return EXAMPLE.accepted(number, True) if drafted and number < len(EXAMPLE.rows) else [1]
+
+    *decodes, prefilled = range(len(EXAMPLE.rows))
+    loop.step(Change(tuple(loop.batch.order), tuple(decodes)), accepted)
     loop.device.synchronize()
-    loop.step(Change(comes=(4,)), count, Timing(forward_us=timing.forward_us))
-    loop.step(EXAMPLE_CHANGE, count, Timing(timing.before_us, timing.between_us))
+    loop.step(Change(new_req_ids=(prefilled,)), accepted, Timing(forward_us=timing.forward_us))
+    loop.step(EXAMPLE.change, accepted, Timing(timing.before_us, timing.between_us))
     loop.device.synchronize()
 
 
@@ -363,28 +315,26 @@ def flight(before_us: float, between_us: float = 60.0, forward_us: float = 300.0
     `host` has the host's accesses of the array in order, `got` the count that P starts from.
     """
     dev = _open("sim")
-    loop = CountLoop(dev, policy("before", "none"), "none", LoopSize(4))
-    _warm_up(loop)
+    loop = _warmed_up(CountLoop(dev, policy("before", "none"), "none", LoopSize(4)))
     dev.trace.clear()
-    _example(loop, Timing(before_us, between_us, forward_us))
+    _run_example(loop, Timing(before_us, between_us, forward_us))
     trace = list(dev.trace)
-    at = max(i for i, r in enumerate(trace) if r.what == "spin")
-    copy = next(r for r in trace[at:] if r.by == "queue" and r.name == COPY)
-    last = [r for r in trace[loop.move_span[0] :] if r.by == "host"]
-    touched = [r for r in last if r.name == ARRAY]
-    wait = next(r for r in last if (r.what, r.name) == ("synchronize", "num_accepted_tokens_event"))
-    zero = trace[at].start_us or 0.0
+    trace = trace[max(i for i, r in enumerate(trace) if r.what == "spin") :]
+    copy = next(r for r in trace if r.by == "queue" and r.name == COPY)
+    touched = [r for r in trace if r.by == "host" and r.name == ARRAY]
+    wait = next(r for r in trace if (r.what, r.name) == ("synchronize", "num_accepted_tokens_event"))
+    zero = trace[0].start_us or 0.0
 
     def since(moment: float | None) -> float:
         return (moment or 0.0) - zero
 
     return {
-        "forward": [0.0, since(trace[at].end_us)],
+        "forward": [0.0, since(trace[0].end_us)],
         "copy": [since(copy.start_us), since(copy.end_us)],
         "host": [[r.what, since(r.start_us)] for r in touched],
         "waited_until": since(wait.end_us),
-        "got": int(loop.brought[0, 0]),
-        "own": EXAMPLE_COUNTS[4],
+        "got": int(loop.counts_used[0, 0]),
+        "own": EXAMPLE.right["P"],
     }
 
 
@@ -398,15 +348,14 @@ def transitions(
     forward_us: tuple[float, float] | None = None,
     between_us: float = 60.0,
 ) -> dict[str, Any]:
-    """At least `n` random transitions in one chain of steps, with random host delays around the copy's landing.
+    """At least `n` random transitions in one chain of steps, with random host delays around the copy's completion.
 
     `lanes` transitions share a step: their rows move alike and their copy is one, their counts differ. So `steps` is
-    the number of independent timings. A forward has to outlast what the host enqueues behind it; `forward_us` bounds
+    the number of independent timings. A forward has to outlast what the host enqueues after it; `forward_us` bounds
     it, by default 80 to 240 on the simulator and 400 to 900 on a GPU.
     """
     dev, size, steps = _open(device, seed), LoopSize(lanes=lanes), math.ceil(n / lanes)
-    loop = CountLoop(dev, policy(arm, mode), mode, size, run=_run(device))
-    _warm_up(loop)
+    loop = _warmed_up(CountLoop(dev, policy(arm, mode), mode, size, run=_run(device)))
     bounds = forward_us or ((400.0, 900.0) if device == "cuda" else (80.0, 240.0))
     began = time.perf_counter()
     _random_steps(loop, steps, seed, bounds, between_us)
@@ -436,13 +385,12 @@ def _random_steps(
         change = random_change(rng, rows, 1 + 2 * step, loop.size.max_num_reqs)
         forward = rng.uniform(*forward_us)
         timing = Timing(rng.uniform(0.2, 1.2) * forward, rng.uniform(0, between_us), forward)
-        order = loop.step(change, accepted, timing)
-        rows = {name: name not in (*change.comes, *change.prefilling) for name in order}
+        rows = {req_id: change.drafts(req_id) for req_id in loop.step(change, accepted, timing)}
         loop.device.trace.clear()
 
 
-def _random_counts(numbers: np.random.Generator, size: LoopSize) -> Counts:
-    def accepted(name: int, drafted: bool) -> npt.NDArray[np.int64]:
+def _random_counts(numbers: np.random.Generator, size: LoopSize) -> Accepted:
+    def accepted(req_id: int, drafted: bool) -> npt.NDArray[np.int64]:
         return numbers.integers(1, 2 + size.num_speculative_tokens if drafted else 2, size.lanes)
 
     return accepted
@@ -463,12 +411,10 @@ def throughput(
     `wrong` counts the wrong rows of all rounds.
     """
     dev = _open(device)
-    loops = {arm: CountLoop(dev, policy(arm, mode), mode, run=_run(device)) for arm in arms}
+    loops = {arm: _warmed_up(CountLoop(dev, policy(arm, mode), mode, run=_run(device))) for arm in arms}
     found: dict[str, list[float]] = {arm: [] for arm in arms}
-    rows = dict.fromkeys(range(1, 9), True)
     for loop in loops.values():
-        _warm_up(loop)
-        loop.step(Change(comes=tuple(rows)), lambda name, drafted: [1])
+        loop.step(Change(new_req_ids=tuple(range(1, 9))), _one)
     for turn in range(rounds):
         for arm, loop in loops.items():
             found[arm].append(_steps_a_second(loop, steps, Timing(host_us, 0, forward_us), turn))
@@ -490,9 +436,9 @@ def _steps_a_second(loop: CountLoop, steps: int, timing: Timing, turn: int) -> f
     dev = loop.device
     began = _clock(dev)
     for step in range(steps):
-        name = 10 + turn * steps + step
-        leaves, comes = ((loop.batch.order[0],), (name,)) if step % 8 == 0 else ((), ())
-        loop.step(Change(leaves, comes), lambda name, drafted: [2 if drafted else 1], timing)
+        new = 10 + turn * steps + step
+        change = Change((loop.batch.order[0],), (new,)) if step % 8 == 0 else Change()
+        loop.step(change, lambda req_id, drafted: [2 if drafted else 1], timing)
         dev.trace.clear()
     return steps / (_clock(dev) - began)
 
@@ -522,31 +468,29 @@ def _workload(requests: int, seed: int) -> tuple[list[WordRequest], list[word_mo
     rng = random.Random(seed)
     texts = [word_model.text(rng, OPENING) for _ in range(requests)]
     asked = []
-    for name, one in enumerate(texts):
+    for req_id, one in enumerate(texts):
         whole = len(one.expected)
-        most = rng.randint(whole // 2, whole - 1) if name % 2 else whole + 8
-        asked.append(WordRequest(name, tuple(one.prompt), most))
+        most = rng.randint(whole // 2, whole - 1) if req_id % 2 else whole + 8
+        asked.append(WordRequest(req_id, tuple(one.prompt), most))
     return asked, texts
 
 
 def _draft_table(texts: Sequence[word_model.Text], k: int, rate: float, seed: int) -> torch.Tensor:
-    """Drafts by request and words said, int32: the text's own words, each with probability `rate`."""
+    """Drafts by request and its number of output tokens, int32: the text's own words, each with probability `rate`."""
     rng, most = random.Random(seed), max(len(one.expected) for one in texts) + 16
     table = torch.zeros(len(texts), most, k, dtype=torch.int32)
-    for name, one in enumerate(texts):
+    for req_id, one in enumerate(texts):
         coming = [*one.expected, *[0] * (most + k)]
-        for said in range(most):
-            words = coming[said : said + k]
-            table[name, said] = torch.tensor(
-                [w if rng.random() < rate else rng.randrange(8, 120) for w in words]
-            )
+        for at in range(most):
+            words = [w if rng.random() < rate else rng.randrange(8, 120) for w in coming[at : at + k]]
+            table[req_id, at] = torch.tensor(words)
     return table
 
 
 def generations(
     arm: str = "before",
     mode: Mode = "none",
-    landing: str = "window",
+    completion: str = "window",
     control: str = "async",
     requests: int = 48,
     device: str = "sim",
@@ -556,66 +500,36 @@ def generations(
 ) -> dict[str, Any]:
     """Requests served to their end, with their texts and what the model says to each when nobody shares its states.
 
-    `landing` says when the copy of the counts lands: `early`, ahead of the row moves; `late`, behind them; `window`,
-    between adding and swapping, for which the host dwells there. `control` is `async`, or what differs from it; on a
-    GPU launch blocking is the environment of the process. Drafts are the text's own words with probability `rate`.
+    `completion` says when the copy of the counts completes: `early`, ahead of the row moves; `late`, after them;
+    `window`, between adding and swapping, for which the host dwells there. `control` is `async`, or what differs from
+    it; on a GPU launch blocking is the environment of the process. Drafts are the text's own words with probability
+    `rate`.
     """
-    if landing not in TIMINGS or control not in CONTROLS:
-        raise BadInputError(
-            f"no landing {landing!r} under {control!r}; {', '.join(TIMINGS)}; {', '.join(CONTROLS)}"
-        )
+    if completion not in TIMINGS or control not in CONTROLS:
+        known = f"{', '.join(TIMINGS)}; {', '.join(CONTROLS)}"
+        raise BadInputError(f"no completion {completion!r} under {control!r}; {known}")
     config = RunnerConfig(
         mode=mode,
         scheduling="sync" if control == "sync" else "async",
         max_num_seqs=1 if control == "one-request" else 8,
-        timing=TIMINGS[landing],
+        timing=TIMINGS[completion],
     )
-    runner, asked, texts = _served(
-        arm, config, requests, device, control == "launch-blocking", seed, rate, run
-    )
-    scheduler = AsyncScheduler(config, asked, word_model.ID[word_model.STOP])
-    said = serve(runner, scheduler)
-    about = {"arm": arm, "mode": mode, "device": runner.device.info.as_dict()}
-    return _told(asked, texts, said) | _starts(runner) | about
-
-
-def _served(
-    arm: str,
-    config: RunnerConfig,
-    requests: int,
-    device: str,
-    blocking: bool,
-    seed: int,
-    rate: float,
-    run: Backend | None,
-) -> tuple[AsyncRunner, list[WordRequest], list[word_model.Text]]:
-    """A runner with its model, and what it is to serve."""
     if device == "sim":
         torch.set_num_threads(1)
-    dev = _open(device, seed, "immediate" if blocking else "timed")
-    asked, texts = _workload(requests, seed)
-    k = config.num_speculative_tokens
+    dev = _open(device, seed, "immediate" if control == "launch-blocking" else "timed")
+    (asked, texts), k = _workload(requests, seed), config.num_speculative_tokens
     model = word_model.WordModel(dev, config.num_blocks, k, run or _run(device))
-    taken = policy(arm, config.mode, config.scheduling)
-    return AsyncRunner(dev, config, taken, model, _draft_table(texts, k, rate, seed)), asked, texts
+    drafts = _draft_table(texts, k, rate, seed)
+    runner = AsyncRunner(dev, config, policy(arm, mode, config.scheduling), model, drafts)
+    outputs = serve(runner, AsyncScheduler(config, asked, word_model.ID[word_model.STOP]))
+    about = {"arm": arm, "mode": mode, "device": dev.info.as_dict()}
+    return _texts(asked, texts, outputs) | _wrong_starts(runner) | about
 
 
-def _told(
-    asked: Sequence[WordRequest], texts: Sequence[word_model.Text], said: dict[int, list[int]]
+def _texts(
+    asked: Sequence[WordRequest], texts: Sequence[word_model.Text], outputs: dict[int, list[int]]
 ) -> dict[str, Any]:
-    rows = []
-    for request, one in zip(asked, texts, strict=True):
-        expected = one.expected[: request.max_tokens]
-        rows.append(
-            {
-                "request": request.name,
-                "prompt": word_model.words(one.prompt),
-                "text": word_model.words(said[request.name]),
-                "expected": word_model.words(expected),
-                "intact": said[request.name] == expected,
-                "ended_early": len(said[request.name]) < len(expected),
-            }
-        )
+    rows = [_text(request, one, outputs[request.req_id]) for request, one in zip(asked, texts, strict=True)]
     garbled = [row for row in rows if not row["intact"]]
     return {
         "requests": len(rows),
@@ -627,12 +541,23 @@ def _told(
     }
 
 
-def _starts(runner: AsyncRunner) -> dict[str, Any]:
-    wrong = runner.wrong
+def _text(request: WordRequest, text: word_model.Text, output_token_ids: list[int]) -> dict[str, Any]:
+    expected = text.expected[: request.max_tokens]
+    return {
+        "request": request.req_id,
+        "prompt": word_model.words(text.prompt),
+        "text": word_model.words(output_token_ids),
+        "expected": word_model.words(expected),
+        "intact": output_token_ids == expected,
+        "ended_early": len(output_token_ids) < len(expected),
+    }
+
+
+def _wrong_starts(runner: AsyncRunner) -> dict[str, Any]:
     return {
         "steps": runner.steps,
-        "wrong_starts": [one._asdict() for one in wrong],
-        "wrong_first_drafts": sum(one.first_draft for one in wrong),
+        "wrong_starts": [one._asdict() for one in runner.wrong],
+        "wrong_first_drafts": sum(one.first_draft for one in runner.wrong),
     }
 
 
@@ -656,9 +581,12 @@ def metadata(
         arm: _with_metadata(dev, rows, requests, drafts, padded, run or _run(device))
         for arm, rows in ROWS.items()
     }
-    results = [arms[arm].pop("result") for arm in ROWS]
-    same = all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    same = _equal(*(arms[arm].pop("result") for arm in ROWS))
     return {"requests": requests, "drafts": drafts, "padded": padded, "inert": same, **arms}
+
+
+def _equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
 def _with_metadata(
@@ -726,19 +654,15 @@ def released_consumers(subject: str, requests: int = 3, padded: int = 4) -> dict
     found = {}
     for arm, rows in ROWS.items():
         views = _small_graph(rows, requests, padded)
-        results = [_recurrent(kernels[0].function, views, requests)]
-        results.append(_convolved(kernels[1].function, views, requests))
+        results = _recurrent(kernels[0].function, views, requests)
+        results += _convolved(kernels[1].function, views, requests)
         found[arm] = (views.num_accepted.shape[0], results)
-    same = [
-        all(torch.equal(one, other) for one, other in zip(*pair, strict=True))
-        for pair in zip(found["before"][1], found["after"][1], strict=True)
-    ]
     return {
         "subject": subject,
         "requests": requests,
         "padded": padded,
         "rows": {arm: size for arm, (size, _) in found.items()},
-        "inert": all(same),
+        "inert": _equal(found["before"][1], found["after"][1]),
         "hashes": {kernel.name: kernel.body_hash for kernel in kernels},
     }
 

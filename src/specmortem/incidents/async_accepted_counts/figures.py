@@ -13,30 +13,30 @@ from specmortem.report.figures import FAULT, NEUTRAL, QUIET, REQUEST_COLOURS, Re
 GOOD, NOBODY = "#009E73", ""
 COLOURS = {**dict(zip("ABCP", REQUEST_COLOURS, strict=True)), "Q": "#F0E442", NOBODY: QUIET}
 STEP = 1.55  # from one state of the array to the next
-LANDINGS = {
+COMPLETIONS = {
     "before": "the copy lands ahead of the row moves",
     "wrong": "the copy lands between adding and swapping",
-    "after": "the copy lands behind the row moves",
+    "after": "the copy lands after the row moves",
 }
 
 
 def array_moves(examples: Sequence[Record], title: str) -> Figure:
     """The array of the worked example, write by write, under three landings of the copy.
 
-    `examples` is `async_counts.worked_example` of the policy before. A cell is coloured by the request whose count
+    `examples` is `arms.worked_example` of the policy before. A cell is coloured by the request whose count
     its value is; that follows from the recorded accesses.
     """
     shown = _compared(examples)
     made, axes = figure(len(shown), 2.2 * len(shown) + 0.7, title)
-    for ax, (landing, one) in zip(axes, shown.items(), strict=True):
-        ax.text(-1.0, 2.15, LANDINGS[landing], fontsize=10)
+    for ax, (phase, one) in zip(axes, shown.items(), strict=True):
+        ax.text(-1.0, 2.15, COMPLETIONS[phase], fontsize=10)
         _array(ax, one)
     _legend(axes[-1])
     return made
 
 
 def _compared(examples: Sequence[Record]) -> dict[str, Record]:
-    found = {one["landing"]: one for one in examples if one["got"] == one["own"]}
+    found = {one["phase"]: one for one in examples if one["got"] == one["own"]}
     wrong = next(one for one in examples if one["got"] != one["own"])
     return {"before": found["before"], "wrong": wrong, "after": found["after"]}
 
@@ -103,14 +103,14 @@ def _legend(ax: Axes) -> None:
         ax.text(x + 0.6, -3.58, f"{name}'s count" if name else "old", va="center", fontsize=9)
 
 
-def flights(told: Mapping[str, Record], title: str) -> Figure:
+def flights(recorded: Mapping[str, Record], title: str) -> Figure:
     """Host and stream of the worked example on the simulator's clock, one panel a host delay.
 
-    `told` has records of `async_counts.flight` by label.
+    `recorded` has records of `arms.flight` by label.
     """
-    made, axes = figure(len(told), 1.75 * len(told) + 0.5, title)
-    furthest = max(one["waited_until"] for one in told.values())
-    for ax, (label, one) in zip(axes, told.items(), strict=True):
+    made, axes = figure(len(recorded), 1.75 * len(recorded) + 0.5, title)
+    furthest = max(one["waited_until"] for one in recorded.values())
+    for ax, (label, one) in zip(axes, recorded.items(), strict=True):
         _flight(ax, one)
         ax.text(0, 2.75, label, fontsize=10, va="bottom")
         ax.set_xlim(-60, furthest + 170)
@@ -132,15 +132,15 @@ def _flight(ax: Axes, one: Record) -> None:
         ax.plot([x], [1.75], marker="o", color="black")
         ax.text(x, 1.95, text, fontsize=9, va="bottom", ha=side)
     right = one["got"] == one["own"]
-    told = f"wait returns; P has {one['got']}"
     ax.plot([wait], [1.3], marker="v", color=GOOD if right else FAULT)
-    ax.text(wait + 8, 1.3, told, fontsize=9, va="center", color=GOOD if right else FAULT)
+    shown = f"wait returns; P has {one['got']}"
+    ax.text(wait + 8, 1.3, shown, fontsize=9, va="center", color=GOOD if right else FAULT)
 
 
 def window(found: Mapping[str, Record], title: str, device: str) -> Figure:
     """Share of examples in which P got another's count, by the host's delay ahead of the row moves.
 
-    `found` has the details of `async_counts.window` by arm.
+    `found` has the details of `arms.window` by arm.
     """
     made, (ax,) = figure(1, 3.2, title)
     for arm, colour, style in (("before", FAULT, "o-"), ("after", GOOD, "s--")):

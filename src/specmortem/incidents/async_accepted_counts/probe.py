@@ -2,14 +2,13 @@
 
 A subject becomes a function from a transition (two steps of a batch) to the accepted counts that the device has for the
 requests with drafts in the second step. The copy of the first step's counts is in flight when the second begins; every
-distinguishable moment of its landing is tried, and each count is compared with the one that the request was given.
+distinguishable completion of it is tried, and each count is compared with the one that the request was given.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
@@ -18,38 +17,25 @@ from typing import Any, NamedTuple
 import torch
 
 from specmortem import upstream
-from specmortem.device import Device, Immediate, SimDevice, enumerate_schedules
+from specmortem.device import Immediate, SimDevice
 from specmortem.incidents.async_accepted_counts import INCIDENT
-from specmortem.incidents.async_accepted_counts.engine.accepted_counts import AcceptedCounts, Mode, policy
+from specmortem.incidents.async_accepted_counts.engine.copy_completion import UnfitError
 from specmortem.incidents.async_accepted_counts.engine.graph_metadata import ROWS, GraphMetadata
-from specmortem.incidents.async_accepted_counts.engine.input_batch import InputBatch, NewRequest
-from specmortem.incidents.async_accepted_counts.released import (
-    MAX_REQS,
-    Counts,
-    K,
-    Landing,
-    Phase,
+from specmortem.incidents.async_accepted_counts.engine.policies import Mode
+from specmortem.incidents.async_accepted_counts.engine.transition import (
+    EXAMPLE,
+    Completions,
     Role,
-    Row,
-    RunnerCode,
+    StepRow,
     Transition,
-    UnfitError,
-    counts_of,
-    stand_ins,
+    own_step,
+    tally,
 )
+from specmortem.incidents.async_accepted_counts.released import K, RunnerCode, counts_of, stand_ins
 from specmortem.upstream.vllm_files import ATTENTION_UTILS, CACHE, CACHE_MODES, GDN
 from specmortem.verdict import Evidence, Verdict
 
 PROBES = {probe.cause: probe for probe in INCIDENT.probes}
-WINDOW = Transition(
-    (
-        Row("A", "decode", 4, leaves=True),
-        Row("B", "decode", 2),
-        Row("C", "decode", 3),
-        Row("P", "first-draft"),
-    ),
-    ("Q",),
-)
 ACCEPTED = (4, 2, 3)
 PER_REQUEST = (
     "spec_state_indices_tensor",
@@ -63,7 +49,7 @@ PER_REQUEST = (
 def transitions(most_rows: int = 3) -> tuple[Transition, ...]:
     """The window of the incident, and every batch of so many rows, decodes first, with and without an arrival."""
     found = (t for size in range(1, most_rows + 1) for t in _of_size(size))
-    return (WINDOW, *(t for t in found if t.right))
+    return (EXAMPLE, *(t for t in found if t.right))
 
 
 def _of_size(size: int) -> Iterator[Transition]:
@@ -71,64 +57,9 @@ def _of_size(size: int) -> Iterator[Transition]:
         leaving = product((False, True), repeat=decodes)
         roles: Iterator[tuple[Role, ...]] = product(("first-draft", "prefill"), repeat=size - decodes)
         for leaves, rest, arrives in product(leaving, list(roles), (False, True)):
-            rows = [Row("ABC"[i], "decode", ACCEPTED[i], gone) for i, gone in enumerate(leaves)]
-            rows += [Row("ABC"[decodes + i], role) for i, role in enumerate(rest)]
+            rows = [StepRow("ABC"[i], "decode", ACCEPTED[i], gone) for i, gone in enumerate(leaves)]
+            rows += [StepRow("ABC"[decodes + i], role) for i, role in enumerate(rest)]
             yield Transition(tuple(rows), ("Q",) * arrives)
-
-
-Step = Callable[[Transition, Device], Counts]
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A landing after which a request has another count than its own."""
-
-    transition: Transition
-    counts: Counts
-
-    @property
-    def victims(self) -> dict[str, int]:
-        """The wrong counts."""
-        right = self.transition.right
-        return {name: count for name, count in self.counts.given.items() if count != right[name]}
-
-    def roles(self) -> Iterator[Role]:
-        """What the victims did in the first step."""
-        return (row.role for row in self.transition.rows if row.name in self.victims)
-
-
-@dataclass
-class Tally:
-    """Landings by phase, wrong and in all, and what went wrong."""
-
-    landings: Counter[Phase] = field(default_factory=Counter)
-    wrong: list[Wrong] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form: [wrong, all] by phase, wrong counts by role."""
-        bad = Counter(each.counts.landing.phase for each in self.wrong)
-        victims = Counter(role for each in self.wrong for role in each.roles())
-        return {
-            "landings": {phase: [bad[phase], count] for phase, count in sorted(self.landings.items())},
-            "victims": dict(victims),
-        }
-
-
-def tally(step: Step, tried: tuple[Transition, ...]) -> Tally:
-    """Run every transition under every distinguishable landing.
-
-    Raises what the step raises.
-    """
-    found = Tally()
-    for transition in tried:
-        for interleaving in enumerate_schedules(partial(step, transition)):
-            if isinstance(interleaving.outcome, Exception):
-                raise interleaving.outcome
-            found.landings[interleaving.outcome.landing.phase] += 1
-            wrong = Wrong(transition, interleaving.outcome)
-            if wrong.victims:
-                found.wrong.append(wrong)
-    return found
 
 
 def judge(cause: str, subject: str, device: str = "sim") -> dict[str, Any]:
@@ -136,67 +67,12 @@ def judge(cause: str, subject: str, device: str = "sim") -> dict[str, Any]:
     try:
         return _JUDGES[cause](subject).as_dict()
     except upstream.NotPresentError as error:
-        told = str(error)
-        named = told if told.startswith(subject) else f"{subject} does not have {told}"
-        verdict = Verdict.not_judged(named, absent=told)
+        absent = str(error)
+        reason = absent if absent.startswith(subject) else f"{subject} does not have {absent}"
+        return Verdict.not_judged(reason, absent=absent).as_dict()
     except (UnfitError, upstream.LiftError, AttributeError, TypeError, ValueError, KeyError) as error:
-        verdict = Verdict.not_judged(
-            f"the probe does not fit {subject}: {type(error).__name__}: {error}", unfit=type(error).__name__
-        )
-    return verdict.as_dict()
-
-
-def own_step(arm: str, mode: Mode) -> Step:
-    """This package's engine parts under a policy: `before`, `after` or another name of `accepted_counts.POLICIES`."""
-    chosen = policy(arm, mode)
-
-    def step(transition: Transition, device: Device) -> Counts:
-        landing = Landing()
-        device.observers.append(landing)
-        batch = InputBatch(device, MAX_REQS)
-        counts = AcceptedCounts(device, batch, chosen, device.stream("main"))
-        rows = transition.rows
-        for number, row in enumerate(rows):
-            batch.add_request(NewRequest(number))
-            assert batch.row_of[number] == number, row
-        counts.count(device.tensor([_sampled(row) for row in rows], dtype=torch.int32))
-        counts.send(len(rows))
-        batch.remember_rows()
-        landing.second_step_begins()
-        counts.before_row_moves()
-        _move_rows(batch, transition)
-        landing.rows_have_moved()
-        counts.take()
-        counts.correct([K if row.role == "decode" else 0 for row in rows], [0] * batch.num_reqs)
-        if mode == "align":
-            counts.upload_again()
-        device.synchronize()
-        given = counts.on_device[:, 0].tolist()
-        numbers = {row.name: number for number, row in enumerate(rows)}
-        return Counts({name: given[batch.row_of[numbers[name]]] for name in transition.right}, landing)
-
-    return step
-
-
-def _sampled(row: Row) -> list[int]:
-    return [7] * row.accepted + [-1] * (1 + K - row.accepted)
-
-
-def _move_rows(batch: InputBatch, transition: Transition) -> None:
-    """Remove, add, condense, and swap until rows with drafts come first, chunks of prompts next, new requests last."""
-    rows = transition.rows
-    for number, row in enumerate(rows):
-        if row.leaves:
-            batch.remove_request(number)
-    for number, _ in enumerate(transition.arrivals, len(rows)):
-        batch.add_request(NewRequest(number))
-    batch.condense()
-    batch.reorder(lambda number: 2 if number >= len(rows) else int(rows[number].role == "prefill"))
-
-
-def released_step(code: RunnerCode, mode: Mode) -> Step:
-    """The methods of a tree."""
-    return partial(counts_of, code, mode)
+        kind = type(error).__name__
+        return Verdict.not_judged(f"the probe does not fit {subject}: {kind}: {error}", unfit=kind).as_dict()
 
 
 def _stale_count(mode: Mode, subject: str) -> Verdict:
@@ -206,57 +82,55 @@ def _stale_count(mode: Mode, subject: str) -> Verdict:
     """
     detail: dict[str, Any] = {"transitions": len(transitions())}
     if subject in ("before", "after"):
-        return _of_tally(tally(own_step(subject, mode), transitions()), detail)
+        return _verdict(tally(own_step(subject, mode), transitions()), detail)
     code = RunnerCode(upstream.resolve(subject))
-    found = tally(released_step(code, mode), transitions())
-    verdict = _of_tally(found, detail | {"hashes": code.hashes, "lines": code.lines})
+    verdict = _of_released(code, mode, detail | {"hashes": code.hashes, "lines": code.lines})
     return _with_mode_all(verdict, code) if mode == "none" else verdict
+
+
+def _of_released(code: RunnerCode, mode: Mode, detail: dict[str, Any]) -> Verdict:
+    return _verdict(tally(partial(counts_of, code, mode), transitions()), detail)
 
 
 def _with_mode_all(of_none: Verdict, code: RunnerCode) -> Verdict:
     """The verdict in mode none, or in mode all where only that is wrong; what mode all gave is in the detail."""
-    detail, told = dict(of_none.evidence.detail), of_none.evidence.observed
+    observed = of_none.evidence.observed
+    if absent := _mode_all_is_absent(code):
+        worse, in_all, found = of_none, "absent", {"absent": absent}
+    else:
+        of_all = _of_released(code, "all", {})
+        worse = of_all if (of_none.outcome, of_all.outcome) == ("clean", "fault") else of_none
+        in_all, found = of_all.evidence.observed, dict(of_all.evidence.detail)
+    both = f"{observed}; mode all: {'the same' if in_all == observed else in_all}"
+    detail = {**of_none.evidence.detail, "mode_all": found}
+    return replace(worse, evidence=replace(worse.evidence, observed=both, detail=detail))
+
+
+def _mode_all_is_absent(code: RunnerCode) -> str:
+    """Why a tree is not judged in mode all; empty where it is."""
     try:
-        offered = code.offers("all")
+        return "" if code.offers("all") else f"{CACHE_MODES} of {CACHE} does not name it"
     except upstream.NotPresentError as error:
-        return _told(of_none, f"{told}; mode all: absent", detail | {"mode_all": {"absent": str(error)}})
-    if not offered:
-        absent = {"absent": f"{CACHE_MODES} of {CACHE} does not name it"}
-        return _told(of_none, f"{told}; mode all: absent", detail | {"mode_all": absent})
-    of_all = _of_tally(tally(released_step(code, "all"), transitions()), {})
-    in_all = of_all.evidence.observed
-    worse = of_all if (of_none.outcome, of_all.outcome) == ("clean", "fault") else of_none
-    told = f"{told}; mode all: {'the same' if in_all == told else in_all}"
-    return _told(worse, told, detail | {"mode_all": of_all.evidence.detail})
+        return str(error)
 
 
-def _told(verdict: Verdict, observed: str, detail: dict[str, Any]) -> Verdict:
-    return replace(verdict, evidence=replace(verdict.evidence, observed=observed, detail=detail))
-
-
-def _of_tally(found: Tally, detail: dict[str, Any]) -> Verdict:
+def _verdict(found: Completions, detail: dict[str, Any]) -> Verdict:
     detail |= found.as_dict()
-    total = sum(found.landings.values())
+    total = found.total.total()
     if not found.wrong:
-        told = f"every count is the request's own in {total} landings"
-        return Verdict("clean", Evidence(str(WINDOW), told, detail=detail))
+        observed = f"every count is the request's own in {total} landings"
+        return Verdict("clean", Evidence(str(EXAMPLE), observed, detail=detail))
     first = found.wrong[0]
-    right = first.transition.right
-    observed = ", ".join(f"{name} has {count}" for name, count in first.victims.items())
-    return Verdict(
-        "fault",
-        Evidence(
-            f"{first.transition}; {first.counts.landing}",
-            f"{observed}; wrong in {len(found.wrong)} of {total} landings",
-            ", ".join(f"{name} has {right[name]}" for name in first.victims),
-            first.counts.landing.queued_at,
-            detail=detail,
-        ),
-    )
+    right, copy = first.transition.right, first.used.copy
+    given = ", ".join(f"{req_id} has {count}" for req_id, count in first.victims.items())
+    observed = f"{given}; wrong in {len(found.wrong)} of {total} landings"
+    expected = ", ".join(f"{req_id} has {right[req_id]}" for req_id in first.victims)
+    witness = f"{first.transition}; {copy}"
+    return Verdict("fault", Evidence(witness, observed, expected, copy.queued_at, detail=detail))
 
 
-class Rows(NamedTuple):
-    """A captured batch: requests, of which `padding` behind the others are empty, at K + 1 tokens each."""
+class CapturedBatch(NamedTuple):
+    """Requests, of which the last `padding` are empty, at K + 1 tokens each."""
 
     requests: int
     padding: int = 0
@@ -267,10 +141,10 @@ class Rows(NamedTuple):
         return f"{self.requests} requests{padded}, {self.requests * (K + 1)} tokens"
 
 
-BATCHES = (Rows(72), Rows(2), Rows(4, padding=1))
+BATCHES = (CapturedBatch(72), CapturedBatch(2), CapturedBatch(4, padding=1))
 
 
-RowsOf = Callable[[Rows], dict[str, int]]
+RowsOf = Callable[[CapturedBatch], dict[str, int]]
 
 
 def _graph_metadata(subject: str) -> Verdict:
@@ -285,27 +159,20 @@ def _graph_metadata(subject: str) -> Verdict:
     detail["rows"] = {str(batch): rows for batch, rows in shapes.items()}
     wrong = [batch for batch, rows in shapes.items() if set(rows.values()) != {batch.requests}]
     if not wrong:
-        told = f"{BATCHES[0].requests} rows of each"
-        return Verdict("clean", Evidence(str(BATCHES[0]), told, detail=detail))
+        observed = f"{BATCHES[0].requests} rows of each"
+        return Verdict("clean", Evidence(str(BATCHES[0]), observed, detail=detail))
     batch = wrong[0]
     observed = ", ".join(f"{count} of {name}" for name, count in shapes[batch].items())
     expected = f"{batch.requests} rows of each"
     return Verdict("fault", Evidence(str(batch), observed, expected, detail=detail))
 
 
-def _own_rows(arm: str, batch: Rows) -> dict[str, int]:
-    """The same of this package's metadata."""
+def _own_rows(arm: str, batch: CapturedBatch) -> dict[str, int]:
     live = batch.requests - batch.padding
     indices = torch.arange(1, 1 + live * (K + 1), dtype=torch.int32).reshape(live, K + 1)
     graph = GraphMetadata(SimDevice(Immediate()), BATCHES[0].requests, K)
     built = graph.build(ROWS[arm], indices, torch.ones(live, dtype=torch.int32), batch.requests)
-    sizes = (
-        built.state_indices.shape[0],
-        built.masks.shape[0],
-        built.query_start_loc.shape[0] - 1,
-        built.num_accepted.shape[0],
-    )
-    return dict(zip(PER_REQUEST, sizes, strict=True))
+    return _sizes(dict(zip(PER_REQUEST, map(len, built), strict=True)))
 
 
 class _BaseBuilder:
@@ -333,10 +200,9 @@ def _metadata_builder(tree: upstream.Tree) -> tuple[Any, dict[str, str]]:
         "async_tensor_h2d": lambda tensor, device: tensor.to(device),
     }
     spec = given["MambaSpec"](block_size=64, num_speculative_blocks=K, prefill_checkpoint_alignment=None)
+    mode = SimpleNamespace(has_full_cudagraphs=lambda: True)
     config = SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True), max_cudagraph_capture_size=None
-        ),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=None),
         speculative_config=SimpleNamespace(num_speculative_tokens=K),
         scheduler_config=SimpleNamespace(max_num_seqs=BATCHES[0].requests),
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
@@ -347,8 +213,7 @@ def _metadata_builder(tree: upstream.Tree) -> tuple[Any, dict[str, str]]:
     return builder(spec, ["layer0"], config, torch.device("cpu")), hashes
 
 
-def _rows_built(builder: Any, batch: Rows) -> dict[str, int]:
-    """Rows of each tensor that has one a request; the offsets have one more, which is not counted."""
+def _rows_built(builder: Any, batch: CapturedBatch) -> dict[str, int]:
     n, live = batch.requests, batch.requests - batch.padding
     loc = (torch.arange(n + 1).clamp(max=live) * (K + 1)).to(torch.int32)
     metadata = SimpleNamespace(
@@ -362,7 +227,12 @@ def _rows_built(builder: Any, batch: Rows) -> dict[str, int]:
     )
     drafts = torch.tensor([K] * live + [-1] * batch.padding, dtype=torch.int32)
     built = builder.build(0, metadata, torch.ones(n, dtype=torch.int32), drafts)
-    return {name: len(getattr(built, name)) - (name == "spec_query_start_loc") for name in PER_REQUEST}
+    return _sizes({name: len(getattr(built, name)) for name in PER_REQUEST})
+
+
+def _sizes(lengths: dict[str, int]) -> dict[str, int]:
+    """Rows of each tensor that has one a request; the offsets have one more, which is not counted."""
+    return {name: length - (name == "spec_query_start_loc") for name, length in lengths.items()}
 
 
 _JUDGES: dict[str, Callable[[str], Verdict]] = {

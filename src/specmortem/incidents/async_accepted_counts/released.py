@@ -12,26 +12,24 @@ released copy is in flight until the schedule lets it land.
 from __future__ import annotations
 
 import ast
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from functools import cached_property, lru_cache, partial
-from pathlib import Path
-from types import FrameType, MethodType, SimpleNamespace
-from typing import Any, Literal, NoReturn, get_args
+from types import CodeType, MethodType, SimpleNamespace
+from typing import Any, NamedTuple, NoReturn, get_args
 
 import numpy as np
 import torch
 
-from specmortem import device as devices
 from specmortem import upstream
-from specmortem.device import Device, Event, HostBuffer
-from specmortem.device.memory import Op, Region
-from specmortem.device.objects import Stream
-from specmortem.device.trace import Observer
-from specmortem.errors import SpecmortemError
-from specmortem.incidents.async_accepted_counts.engine.accepted_counts import Mode
+from specmortem.device import Device, Event
+from specmortem.incidents.async_accepted_counts.engine.copy_completion import (
+    CopyCompletion,
+    PinnedTensor,
+    UnfitError,
+)
+from specmortem.incidents.async_accepted_counts.engine.policies import Mode
+from specmortem.incidents.async_accepted_counts.engine.transition import CountsUsed, StepRow, Transition
 from specmortem.upstream.vllm_files import ATTENTION_UTILS, BATCH, CACHE, CACHE_MODES, MAMBA, RUNNER, UTILS
 
 RUNNER_CLASS = "GPUModelRunner"
@@ -50,171 +48,6 @@ SHARED = (
     "update_num_computed_tokens_for_batch_change",
 )
 K, PROMPT, MAX_REQS, MAX_LEN = 3, 8, 8, 64
-COUNTS = "counts to host"
-DEVICE = str(Path(devices.__file__).parent)
-
-Phase = Literal["before", "inside", "after", "not-in-flight"]
-Role = Literal["decode", "first-draft", "prefill"]
-
-
-class UnfitError(SpecmortemError):
-    """The code under test uses something that the probe does not give it."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A request of the step that has just run.
-
-    `decode`: it had drafts and goes on to have them; `first-draft`: its prefill is complete, the next step is its
-    first with drafts; `prefill`: more of its prompt is to come. `accepted` counts the tokens it got; `leaves`: it is
-    finished.
-    """
-
-    name: str
-    role: Role
-    accepted: int = 1
-    leaves: bool = False
-
-
-@dataclass(frozen=True)
-class Transition:
-    """Two steps: the rows of the first, and the requests that begin in the second."""
-
-    rows: tuple[Row, ...]
-    arrivals: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """One line: A(4) leaves, P(first draft) ..."""
-        told = {"decode": "{0.name} accepted {0.accepted}", "first-draft": "{0.name} prefilled"}
-        rows = [
-            told.get(r.role, "{0.name} prefilling").format(r) + " and leaves" * r.leaves for r in self.rows
-        ]
-        return f"rows {', '.join(rows)}; {', '.join(self.arrivals) or 'nobody'} arrives"
-
-    @property
-    def right(self) -> dict[str, int]:
-        """The count of each request that has drafts in the second step."""
-        return {row.name: row.accepted for row in self.rows if not row.leaves and row.role != "prefill"}
-
-
-@dataclass
-class Landing(Observer):
-    """What the host did to the accepted counts in the second step, and where the copy came to lie in that.
-
-    Buffers with `accepted` in their name are watched, and the copies called COUNTS.
-    """
-
-    accesses: list[str] = field(default_factory=list)
-    in_flight: bool = False
-    landed: int | None = None
-    moves: int = 0
-    queued_at: str = ""
-
-    def enqueued(self, stream: Stream, op: Op, site: str) -> None:
-        """Note the line that queued the copy."""
-        if op.name == COUNTS and not self.in_flight:
-            caller = _caller()
-            self.in_flight, self.queued_at = True, f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-
-    def executed(self, stream: Stream, op: Op) -> None:
-        """Note the landing."""
-        if op.name == COUNTS and self.landed is None:
-            self.landed = len(self.accesses)
-
-    def host_accessed(self, buffer: HostBuffer, region: Region, write: bool, site: str) -> None:
-        """Note a move of counts, or what else the host does to them."""
-        if "accepted" in buffer.name:
-            base, size = buffer.region.start, buffer.backing[:1].nbytes
-            first, last = (region.start - base) // size, (region.stop - base) // size - 1
-            rows = f"row {first}" if first == last else f"rows {first} to {last}"
-            self.accesses.append(f"{_caller().f_code.co_name} {'writes' if write else 'reads'} {rows}")
-
-    def second_step_begins(self) -> None:
-        """Forget what the first step did; a copy that has run by now was waited for."""
-        self.in_flight = self.landed is None and self.in_flight
-        self.accesses.clear()
-
-    def rows_have_moved(self) -> None:
-        """What follows reads the counts and moves no row."""
-        self.moves = len(self.accesses)
-
-    @property
-    def phase(self) -> Phase:
-        """Where the copy landed: before, inside or after the host's moves of rows."""
-        if not self.in_flight:
-            return "not-in-flight"
-        if self.landed is None or self.landed >= self.moves:
-            return "after"
-        return "before" if self.landed == 0 else "inside"
-
-    def __str__(self) -> str:
-        """The access before the copy and the one behind it."""
-        if not self.in_flight:
-            return "no copy is in flight"
-        if self.phase == "after":
-            return "the copy lands after the rows have moved"
-        assert self.landed is not None
-        behind = self.accesses[self.landed]
-        if self.landed == 0:
-            return f"the copy lands before {behind}"
-        return f"the copy lands after {self.accesses[self.landed - 1]} and before {behind}"
-
-
-def _caller() -> FrameType:
-    """The nearest frame outside the device and this file: code under test."""
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((DEVICE, __file__)):
-        frame = frame.f_back
-    return frame
-
-
-class HostArray:
-    """The numpy face of a pinned buffer: every access is told to the device; what is read cannot be written."""
-
-    def __init__(self, buffer: HostBuffer) -> None:
-        self._buffer = buffer
-
-    def __getitem__(self, index: Any) -> Any:
-        found = self._buffer[index]
-        if isinstance(found, np.ndarray):
-            found.flags.writeable = False
-        return found
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._buffer[index] = value
-
-    def __len__(self) -> int:
-        return len(self._buffer)
-
-
-class PinnedTensor:
-    """The torch face of a pinned buffer: a non-blocking copy into it is queued, a blocking one waited for."""
-
-    def __init__(self, buffer: HostBuffer) -> None:
-        self.buffer = buffer
-
-    def __getitem__(self, rows: slice) -> PinnedTensor:
-        start, stop, step = rows.indices(len(self.buffer))
-        if step != 1:
-            raise UnfitError(f"a pinned tensor is indexed with {rows}")
-        return PinnedTensor(self.buffer.rows(start, stop))
-
-    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> PinnedTensor:
-        """Queue the copy of what the device holds now, in the order of its one stream."""
-        device = self.buffer.device
-        device.copy_async(self.buffer, source.to(self.buffer.dtype, copy=True), name=COUNTS)
-        if not non_blocking:
-            device.synchronize()
-        return self
-
-    def fill_(self, value: int) -> PinnedTensor:
-        """A host write."""
-        self.numpy()[:] = value
-        return self
-
-    def numpy(self) -> HostArray:
-        """The numpy face."""
-        return HostArray(self.buffer)
 
 
 class _Torch:
@@ -225,18 +58,15 @@ class _Torch:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(torch, name)
-        return (
-            partial(self._make, found, int(name == "ones")) if name in ("zeros", "ones", "empty") else found
-        )
+        return partial(self._make, found) if name in ("zeros", "ones", "empty") else found
 
-    def _make(self, make: Callable[..., torch.Tensor], value: int, *size: Any, **options: Any) -> Any:
-        if not options.pop("pin_memory", False):
-            return make(*size, **options)
-        shape = make(*size).shape
-        buffer = self._device.host_buffer(
-            tuple(shape), options.get("dtype", torch.float32), name="accepted counts"
-        )
-        buffer[:] = value
+    def _make(self, make: Callable[..., torch.Tensor], *size: Any, **options: Any) -> Any:
+        pinned = options.pop("pin_memory", False)
+        made = make(*size, **options)
+        if not pinned:
+            return made
+        buffer = self._device.host_buffer(tuple(made.shape), made.dtype, name="accepted counts")
+        buffer[:] = int(make is torch.ones)
         return PinnedTensor(buffer)
 
     def Event(self, *_: Any, **__: Any) -> Event:  # noqa: N802
@@ -260,19 +90,14 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Stands for work that does not touch accepted counts."""
 
 
-BLOCK_TABLE_CALLS = (
-    "add_row",
-    "append_row",
-    "clear_row",
-    "commit_block_table",
-    "compute_slot_mapping",
-    "move_row",
-    "swap_row",
-)
+def _quiet(*names: str) -> SimpleNamespace:
+    """Functions of these names that do nothing."""
+    return SimpleNamespace(**dict.fromkeys(names, _nothing))
 
 
 def _block_table(*_: Any, **__: Any) -> SimpleNamespace:
-    return SimpleNamespace(**dict.fromkeys(BLOCK_TABLE_CALLS, _nothing))
+    rows = ("add_row", "append_row", "clear_row", "move_row", "swap_row")
+    return _quiet(*rows, "commit_block_table", "compute_slot_mapping")
 
 
 class _Stub:
@@ -325,6 +150,14 @@ def _align_context(counts: torch.Tensor) -> SimpleNamespace:
     )
 
 
+class Around(NamedTuple):
+    """Statements before, between and after the calls of `_update_states` and `_prepare_inputs`."""
+
+    before: CodeType
+    between: CodeType
+    after: CodeType
+
+
 class RunnerCode:
     """What is lifted of a tree, once; `hashes` names the bodies that run.
 
@@ -340,30 +173,25 @@ class RunnerCode:
             "get_pp_group": lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True),
             "gpu_sync_allowed": nullcontext,
             "maybe_create_thinking_budget_state_holder": _nothing,
-            "mamba_utils": SimpleNamespace(
-                postprocess_mamba=_nothing,
-                postprocess_mamba_all=_nothing,
-                preprocess_mamba=_nothing,
-                preprocess_mamba_all_specdec=_nothing,
-                stage_postprocess_inputs_to_gpu=_nothing,
+            "mamba_utils": _quiet(
+                "postprocess_mamba",
+                "postprocess_mamba_all",
+                "preprocess_mamba",
+                "preprocess_mamba_all_specdec",
+                "stage_postprocess_inputs_to_gpu",
             ),
         }
         self.hashes: dict[str, str] = {}
         self.lines: dict[str, str] = {}
         self._methods: dict[str, Any] = {}
-        self._lift_align_postprocess()
+        with suppress(upstream.NotPresentError):
+            name = "postprocess_mamba_align_gpu"
+            setattr(self.given["mamba_utils"], name, self._lifted(MAMBA, name))
         self.batch = self._lifted(BATCH, "InputBatch")
         self.request = self._lifted(BATCH, "CachedRequestState")
         for name in ("_update_states", "_prepare_inputs", "_update_states_after_model_execute"):
             if self.method(name) is None:
                 raise upstream.NotPresentError(f"{RUNNER_CLASS}.{name} in {RUNNER}")
-
-    def _lift_align_postprocess(self) -> None:
-        name = "postprocess_mamba_align_gpu"
-        try:
-            setattr(self.given["mamba_utils"], name, self._lifted(MAMBA, name))
-        except upstream.NotPresentError:
-            return
 
     def _lifted(self, path: str, name: str) -> Any:
         return self._noted(upstream.lift(self.tree, path, name, provide=self.given))
@@ -409,8 +237,8 @@ class RunnerCode:
         return None
 
     @cached_property
-    def around(self) -> tuple[Any, Any, Any]:
-        """Statements of `execute_model` that touch accepted counts: before, between and behind its two calls."""
+    def around(self) -> Around:
+        """Statements of `execute_model` that touch accepted counts."""
         node = self._definition("execute_model")
         if node is None:
             raise upstream.NotPresentError(f"{RUNNER_CLASS}.execute_model in {RUNNER}")
@@ -418,8 +246,7 @@ class RunnerCode:
         parts: tuple[list[ast.stmt], ...] = ([], [], [])
         for statement in _touching(node.body):
             parts[sum(call < statement.lineno for call in calls)].append(statement)
-        compiled = [compile(ast.Module(part, []), RUNNER, "exec") for part in parts]
-        return compiled[0], compiled[1], compiled[2]
+        return Around(*(compile(ast.Module(part, []), RUNNER, "exec") for part in parts))
 
 
 def _line_of_call(node: ast.FunctionDef, name: str) -> int:
@@ -432,11 +259,11 @@ def _line_of_call(node: ast.FunctionDef, name: str) -> int:
 def _touching(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Innermost statements that name accepted counts, with their conditions unless the calls stand under these too."""
     for statement in body:
-        told = ast.unparse(statement)
-        if "num_accepted_tokens" not in told:
+        source = ast.unparse(statement)
+        if "num_accepted_tokens" not in source:
             continue
         inner = [part for name in ("body", "orelse", "finalbody") for part in getattr(statement, name, [])]
-        whole = isinstance(statement, ast.If) and "._update_states(" not in told
+        whole = isinstance(statement, ast.If) and "._update_states(" not in source
         if whole or not inner:
             yield statement
         else:
@@ -451,8 +278,8 @@ class Runner:
     """
 
     def __init__(self, code: RunnerCode, device: Device, mode: Mode) -> None:
-        self._code, self._landing = code, Landing()
-        device.observers.append(self._landing)
+        self._code, self._copy = code, CopyCompletion()
+        device.observers.append(self._copy)
         self._torch = _Torch(device)
         self.device = torch.device("cpu")
         self.pin_memory = True
@@ -482,29 +309,19 @@ class Runner:
         self.num_prompt_logprobs: dict[str, int] = {}
         self.encoder_cache: dict[str, Any] = {}
         self.model = SimpleNamespace(get_mamba_state_copy_func=_nothing)
-        self.late_interaction_runner = SimpleNamespace(
-            on_requests_finished=_nothing, register_request=_nothing
-        )
+        self.late_interaction_runner = _quiet("on_requests_finished", "register_request")
 
     def _buffers(self) -> None:
         rows, tokens = MAX_REQS, MAX_REQS * MAX_LEN
-        for name in (
-            "num_accepted_tokens",
-            "prev_positions",
-            "prev_num_draft_tokens",
-            "num_scheduled_tokens",
-        ):
-            setattr(self, name, _Buffer(rows))
-        self.num_accepted_tokens = _Buffer(rows)
+        self.num_accepted_tokens, self.prev_positions = _Buffer(rows), _Buffer(rows)
+        self.prev_num_draft_tokens, self.num_scheduled_tokens = _Buffer(rows), _Buffer(rows)
         self.num_decode_draft_tokens, self.query_start_loc = _Buffer(rows), _Buffer(rows + 1)
         self.discard_request_mask = _Buffer(rows, torch.bool)
         self.input_ids, self.query_pos = _Buffer(tokens), _Buffer(tokens, torch.int64)
         self.req_indices = _Buffer(tokens, torch.int64)
         self.arange_np = np.arange(tokens)
-        self.optimistic_seq_lens_cpu = torch.zeros(rows, dtype=torch.int32)
-        self.seq_lens = torch.zeros(rows, dtype=torch.int32)
-        self.num_computed_tokens = torch.zeros(rows, dtype=torch.int32)
-        self.valid_sampled_token_count_gpu = torch.zeros(rows, dtype=torch.int32)
+        self.optimistic_seq_lens_cpu, self.seq_lens = _Buffer(rows).cpu, _Buffer(rows).cpu
+        self.num_computed_tokens, self.valid_sampled_token_count_gpu = _Buffer(rows).gpu, _Buffer(rows).gpu
         self.positions = torch.zeros(tokens, dtype=torch.int64)
 
     def _batch(self) -> Any:
@@ -534,16 +351,14 @@ class Runner:
         method = self._code.method(name)
         if method is not None:
             return MethodType(method, self)
-        value = self._code.initial(name)
+        missing, value = f"the probe gives the runner no {name}", self._code.initial(name)
         if value is None:
-            raise AttributeError(f"the probe gives the runner no {name}")
+            raise AttributeError(missing)
         scope = {"torch": self._torch, "np": np, "self": self, "PIN_MEMORY": True}
         try:
             found = eval(compile(ast.Expression(value), RUNNER, "eval"), scope)
         except Exception as error:
-            raise AttributeError(
-                f"the probe gives the runner no {name}, and its own cannot be evaluated: {error}"
-            ) from error
+            raise AttributeError(f"{missing}, and its own cannot be evaluated: {error}") from error
         setattr(self, name, found)
         return found
 
@@ -567,23 +382,13 @@ class Runner:
         """As above."""
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Accepted counts that the device has for the requests with drafts, and where the copy landed."""
-
-    given: dict[str, int]
-    landing: Landing
-
-
-def counts_of(code: RunnerCode, mode: Mode, transition: Transition, device: Device) -> Counts:
+def counts_of(code: RunnerCode, mode: Mode, transition: Transition, device: Device) -> CountsUsed:
     """Run the second step of a transition; the first one's copy is still queued when it begins."""
     runner = Runner(code, device, mode)
-    first = _scheduled({row.name: _computed(row)[1] for row in transition.rows})
-    first.scheduled_spec_decode_tokens = {r.name: [0] * K for r in transition.rows if r.role == "decode"}
-    _first_step(runner, transition, first)
-    runner._landing.second_step_begins()
+    copy = runner._copy
+    _first_step(runner, transition)
+    copy.second_step_begins()
     second = _second_step(transition)
-    before, between, behind = code.around
     scope = {
         "self": runner,
         "np": np,
@@ -592,66 +397,54 @@ def counts_of(code: RunnerCode, mode: Mode, transition: Transition, device: Devi
         "scheduler_output": second,
         "deferred_state_corrections_fn": None,
     }
-    exec(before, scope)
+    exec(code.around.before, scope)
     scope["deferred_state_corrections_fn"] = runner._update_states(second)
-    runner._landing.rows_have_moved()
+    copy.rows_have_moved()
     scope["num_reqs"] = runner.input_batch.num_reqs
-    exec(between, scope)
+    exec(code.around.between, scope)
     order = runner.input_batch.req_ids
     runner._prepare_inputs(second, np.array([second.num_scheduled_tokens[r] for r in order], dtype=np.int32))
-    exec(behind, scope)
-    given = {name: int(runner.num_accepted_tokens.gpu[order.index(name)]) for name in transition.right}
-    return Counts(given, runner._landing)
+    exec(code.around.after, scope)
+    counts = runner.num_accepted_tokens.gpu
+    return CountsUsed({req_id: int(counts[order.index(req_id)]) for req_id in transition.right}, copy)
 
 
-def _computed(row: Row) -> tuple[int, int, int]:
-    """Tokens computed before the first step, scheduled in it, and the prompt's length."""
-    if row.role == "decode":
-        return PROMPT, 1 + K, PROMPT
-    return 0, PROMPT, PROMPT if row.role == "first-draft" else 2 * PROMPT
+class _Tokens(NamedTuple):
+    """Of a request: computed before the first step, scheduled in it, in its prompt, and its outputs after it."""
+
+    computed: int
+    scheduled: int
+    prompt: int
+    outputs: int
+
+    @classmethod
+    def of(cls, row: StepRow) -> _Tokens:
+        if row.role == "decode":
+            return cls(PROMPT, 1 + K, PROMPT, 2 + K)
+        first_draft = row.role == "first-draft"
+        return cls(0, PROMPT, PROMPT if first_draft else 2 * PROMPT, int(first_draft))
 
 
-def _request(runner: Runner, name: str, prompt: int, computed: int, outputs: int = 0) -> Any:
-    return runner._code.request(
-        req_id=name,
-        prompt_token_ids=[1] * prompt,
-        mm_features=[],
-        sampling_params=_sampling(),
-        generator=None,
-        block_ids=([1],),
-        num_computed_tokens=computed,
-        output_token_ids=[1] * outputs,
-    )
+def _request(req_id: str, prompt: int = PROMPT, computed: int = 0) -> dict[str, Any]:
+    """What a request that the scheduler sends, and one that the runner keeps, have in common."""
+    penalties = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+    unset = ("logprobs", "prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words_token_ids")
+    greedy = SimpleNamespace(sampling_type=0, temperature=0.0, top_p=1.0, top_k=0, thinking_token_budget=None)
+    vars(greedy).update(penalties | dict.fromkeys(unset))
+    return {
+        "req_id": req_id,
+        "prompt_token_ids": [1] * prompt,
+        "mm_features": [],
+        "sampling_params": greedy,
+        "block_ids": ([1],),
+        "num_computed_tokens": computed,
+    }
 
 
-def _sampling() -> SimpleNamespace:
-    return SimpleNamespace(
-        sampling_type=0,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        frequency_penalty=0.0,
-        presence_penalty=0.0,
-        repetition_penalty=1.0,
-        logprobs=None,
-        prompt_logprobs=None,
-        logprob_token_ids=None,
-        allowed_token_ids=None,
-        bad_words_token_ids=None,
-        thinking_token_budget=None,
-    )
-
-
-def _scheduled(tokens: dict[str, int]) -> SimpleNamespace:
-    cached = SimpleNamespace(
-        req_ids=[],
-        resumed_req_ids=set(),
-        num_computed_tokens=[],
-        new_block_ids=[],
-        num_output_tokens=[],
-        new_token_ids=[],
-        all_token_ids={},
-    )
+def _scheduled(tokens: dict[str, int], drafting: Iterable[str]) -> SimpleNamespace:
+    """A scheduler's output: tokens of each request, and who has drafts."""
+    lists = ("req_ids", "num_computed_tokens", "new_block_ids", "num_output_tokens", "new_token_ids")
+    cached = SimpleNamespace(resumed_req_ids=set(), all_token_ids={}, **{name: [] for name in lists})
     return SimpleNamespace(
         num_scheduled_tokens=tokens,
         total_num_scheduled_tokens=sum(tokens.values()),
@@ -662,57 +455,44 @@ def _scheduled(tokens: dict[str, int]) -> SimpleNamespace:
         kv_cache_block_copies=None,
         scheduled_new_reqs=[],
         scheduled_cached_reqs=cached,
-        scheduled_spec_decode_tokens={},
+        scheduled_spec_decode_tokens={req_id: [0] * K for req_id in drafting},
     )
 
 
-def _first_step(runner: Runner, transition: Transition, scheduled: SimpleNamespace) -> None:
+def _first_step(runner: Runner, transition: Transition) -> None:
     """Fill the batch, and let the released code take in what the step sampled."""
     batch, rows = runner.input_batch, transition.rows
-    for index, row in enumerate(rows):
-        computed, _, prompt = _computed(row)
-        decodes = row.role == "decode"
-        request = _request(runner, row.name, prompt, computed, outputs=int(decodes))
-        runner.requests[row.name] = request
-        batch.add_request(request)
-        request.prev_num_draft_len = K if decodes else 0
-        runner.num_computed_tokens[index] = computed
-        runner.valid_sampled_token_count_gpu[index] = row.accepted if row.role != "prefill" else 0
-    batch.refresh_metadata()
     sampled = torch.full((len(rows), 1 + K), -1)
     for index, row in enumerate(rows):
+        tokens, decodes = _Tokens.of(row), row.role == "decode"
+        known = _request(row.req_id, tokens.prompt, tokens.computed)
+        request = runner._code.request(**known, generator=None, output_token_ids=[1] * decodes)
+        runner.requests[row.req_id] = request
+        batch.add_request(request)
+        request.prev_num_draft_len = K if decodes else 0
+        runner.num_computed_tokens[index] = tokens.computed
+        runner.valid_sampled_token_count_gpu[index] = row.accepted if row.role != "prefill" else 0
         sampled[index, : row.accepted] = 1
-    runner._update_states_after_model_execute(sampled, scheduled)
-    batch.prev_req_id_to_index = {r.name: i for i, r in enumerate(rows) if r.role != "prefill"}
+    batch.refresh_metadata()
+    scheduled = {row.req_id: _Tokens.of(row).scheduled for row in rows}
+    drafting = (row.req_id for row in rows if row.role == "decode")
+    runner._update_states_after_model_execute(sampled, _scheduled(scheduled, drafting))
+    batch.prev_req_id_to_index = {r.req_id: i for i, r in enumerate(rows) if r.role != "prefill"}
 
 
 def _second_step(transition: Transition) -> SimpleNamespace:
-    staying = [row for row in transition.rows if not row.leaves]
-    tokens = {row.name: PROMPT if row.role == "prefill" else 1 + K for row in staying}
-    second = _scheduled(tokens | dict.fromkeys(transition.arrivals, PROMPT))
-    second.finished_req_ids = {row.name for row in transition.rows if row.leaves}
-    second.scheduled_spec_decode_tokens = {name: [0] * K for name in transition.right}
+    staying = [row for row in transition.rows if not row.finished]
+    tokens = {row.req_id: PROMPT if row.role == "prefill" else 1 + K for row in staying}
+    second = _scheduled(tokens | dict.fromkeys(transition.new_req_ids, PROMPT), transition.right)
+    second.finished_req_ids = {row.req_id for row in transition.rows if row.finished}
     cached = second.scheduled_cached_reqs
     for row in staying:
-        cached.req_ids.append(row.name)
-        cached.num_computed_tokens.append(sum(_computed(row)[:2]))
+        done = _Tokens.of(row)
+        cached.req_ids.append(row.req_id)
+        cached.num_computed_tokens.append(done.computed + done.scheduled)
         cached.new_block_ids.append(None)
-        cached.num_output_tokens.append({"decode": 2 + K, "first-draft": 1, "prefill": 0}[row.role])
-    for name in transition.arrivals:
-        second.scheduled_new_reqs.append(_arrival(name))
+        cached.num_output_tokens.append(done.outputs)
+    unset = dict.fromkeys(("prompt_embeds", "prompt_is_token_ids", "pooling_params", "lora_request"))
+    arrivals = [SimpleNamespace(**_request(req_id), **unset) for req_id in transition.new_req_ids]
+    second.scheduled_new_reqs.extend(arrivals)
     return second
-
-
-def _arrival(name: str) -> SimpleNamespace:
-    return SimpleNamespace(
-        req_id=name,
-        prompt_token_ids=[1] * PROMPT,
-        prompt_embeds=None,
-        prompt_is_token_ids=None,
-        mm_features=[],
-        sampling_params=_sampling(),
-        pooling_params=None,
-        block_ids=([1],),
-        num_computed_tokens=0,
-        lora_request=None,
-    )

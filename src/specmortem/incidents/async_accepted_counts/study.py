@@ -9,19 +9,20 @@ from typing import Any
 import pandas as pd
 
 from specmortem import study
-from specmortem.isolation import Arm, ArmResult, run_arms
+from specmortem.incidents.async_accepted_counts import arms
+from specmortem.isolation import ArmResult
+from specmortem.study import Cell
 from specmortem.tools.engine import tasks, workload
 from specmortem.tools.engine.result import ArmRuns, EngineResults, Request
 from specmortem.verdict import DeviceKind, Evidence, Outcome, Row
 
-MODULE = "specmortem.incidents.async_accepted_counts.arms"
 SLUG = "async-accepted-counts"
 NONE, ALIGN, METADATA = "stale-count-none", "stale-count-align", "graph-metadata-rows"
 CAUSE_OF = {"none": NONE, "all": NONE, "align": ALIGN}
 CONSUMERS = ("0.21.0", "0.23.0")  # releases whose graphs have the added rows
 RELEASES = study.RELEASES
 SHAPES = {
-    "before": "as released: wait behind the row moves, then gather",
+    "before": "as released: wait after the row moves, then gather",
     "blocking-copy-gathered": "as released up to 0.21.0: blocking copy, then gather",
     "hoist-wait": "wait ahead of the row moves, gather kept",
     "drop-gather": "wait where it was, gather dropped",
@@ -35,32 +36,21 @@ PLACES = {
     "not-in-flight": "not in flight",
 }
 NAMES = {"after-0.24.0": "after-as-released"}  # of policies, where a subject's name allows no dot
-LANDED = {
+TRIED = {
     "none": ("before", "no-wait", "hoist-wait", "hoist-and-drop", "private-target", "after-0.24.0", "after"),
     "align": (*SHAPES, "after"),
 }
 WINDOW: Mapping[DeviceKind, dict[str, Any]] = {
     "sim": {"delays_us": list(range(0, 600, 10)), "trials": 1},
-    "cuda": {
-        "delays_us": list(range(0, 3000, 50)),
-        "trials": 40,
-        "forward_us": 2000.0,
-        "between_us": 300.0,
-    },
+    "cuda": {"delays_us": list(range(0, 3000, 50)), "trials": 40, "forward_us": 2000.0, "between_us": 300.0},
 }
-TEXTS = (
-    ("none", "window", "async"),
-    ("none", "early", "async"),
-    ("none", "late", "async"),
-    ("none", "window", "sync"),
-    ("none", "window", "launch-blocking"),
-    ("none", "window", "one-request"),
-    ("align", "window", "async"),
-    ("align", "early", "async"),
-    ("align", "late", "async"),
-    ("align", "window", "sync"),
-    ("align", "window", "launch-blocking"),
-    ("align", "window", "one-request"),
+TEXTS = tuple(
+    (mode, completion, control)
+    for mode in ("none", "align")
+    for completion, control in (
+        *((completion, "async") for completion in ("window", "early", "late")),
+        *(("window", control) for control in ("sync", "launch-blocking", "one-request")),
+    )
 )
 FEW_TEXTS = (TEXTS[0], TEXTS[1], TEXTS[3], TEXTS[6])
 QUESTIONS = {
@@ -70,23 +60,6 @@ QUESTIONS = {
     "correction": "Does it now hang on the correction kernel?",
     "align": "Is align left as it was, and is that right?",
 }
-
-
-def _arm(
-    function: str, name: str, kwargs: Mapping[str, Any], runs_on: DeviceKind = "sim", **more: Any
-) -> Arm:
-    return Arm(f"{MODULE}:{function}", dict(kwargs), name, more.pop("timeout_s", 300), runs_on, **more)
-
-
-def _counted(
-    end: ArmResult, cause: str, arm: str, subject: str, seed: int | None, runs: str, faults: str = "faults"
-) -> Row:
-    """A row from an arm's own counts of runs and faults; its account becomes the detail."""
-    if end.kind != "value":
-        return study.row(end, cause, arm, subject, seed)
-    found, wrong = int(end.value[runs]), int(end.value[faults])
-    evidence = Evidence(observed=f"{wrong:,} of {found:,} {runs}", detail={**end.value, "unit": runs})
-    return Row(cause, arm, subject, "fault" if wrong else "clean", found, wrong, seed, evidence)
 
 
 def of_arms(rows: Iterable[Row], prefix: str) -> list[Row]:
@@ -100,151 +73,159 @@ def from_where(rows: Sequence[Row], kind: DeviceKind) -> str:
         return "this run is a GPU's: its own rows are above"
     if not rows:
         return "not yet run on a GPU"
-    return f"from the committed run on {rows[0].evidence.detail['device']['name']}"
+    return f"from the committed run on {_detail(rows[0])['device']['name']}"
 
 
-def landing_rows(transitions: int, seed: int) -> list[Row]:
-    """Every landing of the copy among the row moves of random transitions, enumerated on the simulated device."""
-    cells = [(mode, arm) for mode, tried in LANDED.items() for arm in tried]
-    asked = [
-        _arm(
-            "landing", f"{arm}, {mode}", {"arm": arm, "mode": mode, "transitions": transitions, "seed": seed}
+def _detail(row: Row) -> Mapping[str, Any]:
+    return row.evidence.detail
+
+
+def _mode(row: Row) -> str:
+    return row.arm.rsplit("-", 1)[-1]
+
+
+def _judged(cell: Cell, faulty: bool, observed: str, detail: Mapping[str, Any]) -> Row:
+    """The row of an experiment that counts as one run."""
+    outcome: Outcome = "fault" if faulty else "clean"
+    evidence = Evidence(observed=observed, detail=detail)
+    return Row(cell.cause, cell.arm, cell.subject, outcome, 1, int(faulty), cell.seed, evidence)
+
+
+def _account(end: ArmResult, cell: Cell) -> Row:
+    """What an experiment returned, as the detail of a row that its parts are made of; or how its process ended."""
+    return _judged(cell, False, "", end.value) if end.kind == "value" else study.effect(end, cell)
+
+
+def completion_rows(transitions: int, seed: int) -> list[Row]:
+    """Every completion of the copy among the row moves of random transitions, enumerated on the simulated device."""
+    asked = {"transitions": transitions, "seed": seed}
+    cells = [
+        Cell(
+            CAUSE_OF[mode],
+            f"landing-{mode}",
+            NAMES.get(arm, arm),
+            arms.copy_completions,
+            {"arm": arm, "mode": mode, **asked},
+            seed,
         )
-        for mode, arm in cells
+        for mode, tried in TRIED.items()
+        for arm in tried
     ]
-    return [
-        _counted(end, CAUSE_OF[mode], f"landing-{mode}", NAMES.get(arm, arm), seed, "interleavings")
-        for end, (mode, arm) in zip(run_arms(asked), cells, strict=True)
-    ]
+    return study.grid(cells, study.counted("interleavings"))
 
 
-def landing_table(rows: Iterable[Row], mode: str) -> pd.DataFrame:
-    """Wrong of all interleavings by where the copy landed, one line a policy; blank where it never landed so."""
-    tried = {row.subject: row.evidence.detail for row in rows if row.arm == f"landing-{mode}"}
-    return pd.DataFrame(
-        {
-            "policy": subject,
-            **{told: _counted_at(detail["landings"].get(place)) for place, told in PLACES.items()},
-            "wrong transitions": f"{detail['wrong_transitions']} of {detail['transitions']}",
-        }
-        for subject, detail in tried.items()
+def completion_table(rows: Iterable[Row], mode: str) -> pd.DataFrame:
+    """Wrong of all interleavings by where the copy completed, one line a policy; blank where it never did so."""
+    return study.table(
+        (row for row in rows if row.arm == f"landing-{mode}"),
+        policy=lambda row: row.subject,
+        **{shown: lambda row, phase=phase: _wrong_at(row, phase) for phase, shown in PLACES.items()},
+        wrong_transitions=lambda row: f"{_detail(row)['wrong_transitions']} of {_detail(row)['transitions']}",
     )
 
 
-def _counted_at(found: Mapping[str, int] | None) -> str:
+def _wrong_at(row: Row, phase: str) -> str:
+    found = _detail(row)["landings"].get(phase)
     return f"{found['wrong']} of {found['total']}" if found and found["total"] else ""
 
 
 def shape_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """`landing_table` of mode align, with what each policy does."""
-    table = landing_table(rows, "align")
+    """`completion_table` of mode align, with what each policy does."""
+    table = completion_table(rows, "align")
     table.insert(1, "what it does", table["policy"].map({**SHAPES, "after": "the private target"}))
     return table[table["policy"] != "after"]
 
 
 def move_rows(transitions: int, seed: int) -> list[Row]:
     """Before, in mode none, by how the host moved rows: holes closed only, rows swapped, both, neither."""
-    end = run_arms([_arm("by_move", "moves", {"transitions": transitions, "seed": seed})])[0]
-    if end.kind != "value":
-        return [study.row(end, NONE, "moves", "before", seed)]
-    rows = []
-    for kind, found in end.value["moves"].items():
-        told = f"{found['wrong']} of {found['total']} interleavings"
-        outcome: Outcome = "fault" if found["wrong"] else "clean" if found["total"] else "not-judged"
-        evidence = Evidence(observed=told, reason="" if found["total"] else "no such transition")
-        rows.append(
-            Row(NONE, f"moves-{kind}", "before", outcome, found["total"], found["wrong"], seed, evidence)
-        )
-    return rows
+    asked = {"transitions": transitions, "seed": seed}
+    (whole,) = study.grid([Cell(NONE, "moves", "before", arms.by_move, asked, seed)], _account)
+    if whole.outcome != "clean":
+        return [whole]
+    return [_move_row(kind, found, seed) for kind, found in _detail(whole)["moves"].items()]
+
+
+def _move_row(kind: str, found: Mapping[str, int], seed: int) -> Row:
+    wrong, total = found["wrong"], found["total"]
+    outcome: Outcome = "fault" if wrong else "clean" if total else "not-judged"
+    reason = "" if total else "no such transition"
+    evidence = Evidence(observed=f"{wrong} of {total} interleavings", reason=reason)
+    return Row(NONE, f"moves-{kind}", "before", outcome, total, wrong, seed, evidence)
 
 
 def detector_rows() -> list[Row]:
     """What the staging detector says of each policy; a fault is a race that it reports."""
-    cells = [("none", "before"), ("none", "after")]
-    cells += [("align", arm) for arm in (*SHAPES, "after")]
-    asked = [_arm("races", f"races, {arm}, {mode}", {"arm": arm, "mode": mode}) for mode, arm in cells]
-    rows = []
-    for end, (mode, arm) in zip(run_arms(asked), cells, strict=True):
-        cause, name = CAUSE_OF[mode], f"staging-detector-{mode}"
-        if end.kind != "value":
-            rows.append(study.row(end, cause, name, arm, None))
-            continue
-        found = end.value["races"]
-        evidence = Evidence(observed=found[0]["told"] if found else "no race", detail=end.value)
-        rows.append(Row(cause, name, arm, "fault" if found else "clean", 1, int(bool(found)), None, evidence))
-    return rows
+    tried = {"none": ("before", "after"), "align": (*SHAPES, "after")}
+    cells = [
+        Cell(CAUSE_OF[mode], f"staging-detector-{mode}", arm, arms.races, {"arm": arm, "mode": mode})
+        for mode, policies in tried.items()
+        for arm in policies
+    ]
+    return study.grid(cells, _detected)
+
+
+def _detected(end: ArmResult, cell: Cell) -> Row:
+    if end.kind != "value":
+        return study.effect(end, cell)
+    races = end.value["races"]
+    return _judged(cell, bool(races), races[0]["message"] if races else "no race", end.value)
 
 
 def detector_table(rows: Iterable[Row]) -> pd.DataFrame:
     """The pairs that the detector names, beside what an enumeration of the same transitions finds."""
-    return pd.DataFrame(
-        {
-            "mode": row.arm.rsplit("-", 1)[-1],
-            "policy": row.subject,
-            "pairs that the detector names": _pairs(row) or "none",
-            "wrong rows in this run": row.evidence.detail["wrong_in_this_run"],
-            "wrong landings": f"{row.evidence.detail['wrong_landings']} of {row.evidence.detail['landings']}",
-        }
-        for row in rows
+    return study.table(
+        rows,
+        mode=_mode,
+        policy=lambda row: row.subject,
+        pairs_that_the_detector_names=lambda row: _pairs(row) or "none",
+        wrong_rows_in_this_run=lambda row: _detail(row)["wrong_in_this_run"],
+        wrong_landings=lambda row: f"{_detail(row)['wrong_landings']} of {_detail(row)['landings']}",
     )
 
 
 def _pairs(row: Row) -> str:
-    pairs = [f"{race['device']} × {race['host']}" for race in row.evidence.detail["races"]]
+    pairs = [f"{race['device']} × {race['host']}" for race in _detail(row)["races"]]
     return "; ".join(dict.fromkeys(pairs))
 
 
 def text_rows(
-    device: DeviceKind, seed: int, requests: int, cells: Sequence[tuple[str, str, str]]
+    device: DeviceKind, seed: int, requests: int, tried: Sequence[tuple[str, str, str]]
 ) -> list[Row]:
-    """Requests served to their end, before and after, under each (mode, landing, control); kept are garbled texts."""
-    tried = [(subject, *cell) for cell in cells for subject in ("before", "after")]
-    asked = [_text_arm(device, seed, requests, *one) for one in tried]
-    rows = []
-    for end, (subject, mode, landing, control) in zip(run_arms(asked, cuda_parallel=3), tried, strict=True):
-        if end.kind == "value":
-            end.value["texts"] = [one for one in end.value["texts"] if not one["intact"]]
-        arm = f"text-{mode}/{_setting(landing, control)}"
-        rows.append(_counted(end, CAUSE_OF[mode], arm, subject, seed, "requests"))
-    return rows
+    """Requests served to their end, before and after, by (mode, completion, control); the garbled texts are kept."""
+    asked = {"requests": requests, "device": device, "seed": seed}
+    cells = [_text_cell(subject, *setting, asked) for setting in tried for subject in ("before", "after")]
+    return study.grid(cells, _garbled, cuda_parallel=3)
 
 
-def _setting(landing: str, control: str) -> str:
-    return landing if control == "async" else control
-
-
-def _text_arm(
-    device: DeviceKind, seed: int, requests: int, subject: str, mode: str, landing: str, control: str
-) -> Arm:
-    kwargs = {
-        "arm": subject,
-        "mode": mode,
-        "landing": landing,
-        "control": control,
-        "requests": requests,
-        "device": device,
-        "seed": seed,
-    }
-    blocking = device == "cuda" and control == "launch-blocking"
+def _text_cell(subject: str, mode: str, completion: str, control: str, asked: Mapping[str, Any]) -> Cell:
+    kwargs = {"arm": subject, "mode": mode, "completion": completion, "control": control, **asked}
+    arm = f"text-{mode}/{completion if control == 'async' else control}"
+    blocking = asked["device"] == "cuda" and control == "launch-blocking"
     env = {"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {}
-    return _arm("generations", f"{subject}, {mode}, {landing}, {control}", kwargs, device, env=env)
+    target, device = arms.generations, asked["device"]
+    return Cell(CAUSE_OF[mode], arm, subject, target, kwargs, asked["seed"], device, env=env)
+
+
+def _garbled(end: ArmResult, cell: Cell) -> Row:
+    if end.kind == "value":
+        end.value["texts"] = [one for one in end.value["texts"] if not one["intact"]]
+    return study.counted("requests")(end, cell)
 
 
 def text_table(rows: Iterable[Row]) -> pd.DataFrame:
     """Intact texts by mode and setting, before and after."""
-    cells: dict[str, dict[str, str]] = {}
-    for row in rows:
-        told = f"{row.runs - row.faults} of {row.runs} intact" if row.runs else row.evidence.reason
-        cells.setdefault(row.arm.removeprefix("text-"), {})[row.subject] = told
-    return pd.DataFrame.from_dict(cells, orient="index").rename_axis("mode / setting")
+
+    def intact(row: Row) -> str:
+        return f"{row.runs - row.faults} of {row.runs} intact" if row.runs else row.evidence.reason
+
+    table = study.pivot(rows, lambda row: row.arm.removeprefix("text-"), lambda row: row.subject, intact)
+    return table.rename_axis("mode / setting")
 
 
 def story_table(row: Row, most: int = 4) -> pd.DataFrame:
     """Garbled answers beside what the request was to get, and the count that its first drafts started from."""
-    starts = {start["request"]: start for start in row.evidence.detail["wrong_starts"]}
-    shown = sorted(row.evidence.detail["texts"], key=lambda one: (not one["ended_early"], one["request"]))[
-        :most
-    ]
+    starts = {start["request"]: start for start in _detail(row)["wrong_starts"]}
+    texts = sorted(_detail(row)["texts"], key=lambda one: (not one["ended_early"], one["request"]))
     return pd.DataFrame(
         {
             "request": one["request"],
@@ -253,26 +234,23 @@ def story_table(row: Row, most: int = 4) -> pd.DataFrame:
             "garbled": one["text"],
             "count": f"{starts[one['request']]['got']} instead of {starts[one['request']]['own']}",
         }
-        for one in shown
+        for one in texts[:most]
     )
 
 
 def window_rows(device: DeviceKind) -> list[Row]:
     """The worked example at each host delay, before and after, one process each."""
-    kwargs = {"device": device, **WINDOW[device]}
-    asked = [_arm("window", f"window, {s}", {**kwargs, "arm": s}, device) for s in ("before", "after")]
-    rows = []
-    for end, subject in zip(run_arms(asked), ("before", "after"), strict=True):
-        if end.kind == "value":
-            end.value["examples"] = len(end.value["delays_us"]) * end.value["trials"]
-            end.value["faults"] = sum(end.value["wrong"])
-        rows.append(_counted(end, NONE, "window", subject, None, "examples"))
-    return rows
+    asked = {"device": device, **WINDOW[device]}
+    cells = [
+        Cell(NONE, "window", subject, arms.window, {**asked, "arm": subject}, device=device)
+        for subject in ("before", "after")
+    ]
+    return study.grid(cells, study.counted("examples"))
 
 
 def window_title(rows: Iterable[Row]) -> str:
     """At how many host delays a count was wrong, by arm."""
-    wrong = {row.subject: row.evidence.detail["wrong"] for row in rows}
+    wrong = {row.subject: _detail(row)["wrong"] for row in rows}
     hit = {arm: f"{sum(map(bool, each))} of {len(each)}" for arm, each in wrong.items()}
     return f"Wrong at {hit['before']} host delays before, at {hit['after']} after"
 
@@ -283,87 +261,86 @@ def random_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
     The bound is over steps: the transitions of one step share their timing.
     """
     fewer = max(transitions // 10, min(transitions, 20_000))
+    tried = (
+        *(("none", "before", fewer), ("none", "after", transitions)),
+        *(("align", "before", fewer), ("align", "after", fewer)),
+    )
+    asked = {"device": device, "seed": seed}
     cells = [
-        ("none", "before", fewer),
-        ("none", "after", transitions),
-        ("align", "before", fewer),
-        ("align", "after", fewer),
-    ]
-    asked = [
-        _arm(
-            "transitions",
-            f"random delays, {arm}, {mode}",
-            {"arm": arm, "mode": mode, "n": n, "device": device, "seed": seed},
+        Cell(
+            CAUSE_OF[mode],
+            f"random-delays-{mode}",
+            arm,
+            arms.transitions,
+            {"arm": arm, "mode": mode, "n": n, **asked},
+            seed,
             device,
             timeout_s=600,
         )
-        for mode, arm, n in cells
+        for mode, arm, n in tried
     ]
-    rows = []
-    for end, (mode, arm, _) in zip(run_arms(asked), cells, strict=True):
-        if end.kind == "value":
-            end.value["upper_bound_95_steps"] = study.upper_bound(end.value["steps"], end.value["faults"])
-        rows.append(_counted(end, CAUSE_OF[mode], f"random-delays-{mode}", arm, seed, "judged_rows"))
-    return rows
+    return study.grid(cells, _bounded)
+
+
+def _bounded(end: ArmResult, cell: Cell) -> Row:
+    if end.kind == "value":
+        end.value["upper_bound_95_steps"] = study.upper_bound(end.value["steps"], end.value["faults"])
+    return study.counted("judged_rows")(end, cell)
 
 
 def random_table(rows: Iterable[Row]) -> pd.DataFrame:
     """Transitions, steps with a timing of their own, and wrong rows with their rate."""
-    return pd.DataFrame(
-        {
-            "mode": row.arm.rsplit("-", 1)[-1],
-            "arm": row.subject,
-            "transitions": f"{row.evidence.detail['transitions']:,}",
-            "steps": f"{row.evidence.detail['steps']:,}",
-            "wrong rows of judged": f"{row.faults:,} of {row.runs:,}",
-            "rate": f"{row.faults / row.runs:.2%}",
-        }
-        for row in rows
+    return study.table(
+        rows,
+        mode=_mode,
+        arm=lambda row: row.subject,
+        transitions=lambda row: f"{_detail(row)['transitions']:,}",
+        steps=lambda row: f"{_detail(row)['steps']:,}",
+        wrong_rows_of_judged=lambda row: f"{row.faults:,} of {row.runs:,}",
+        rate=lambda row: f"{row.faults / row.runs:.2%}",
     )
 
 
 def throughput_rows(device: DeviceKind, rounds: int, steps: int) -> list[Row]:
     """Steps a second of before, after and a blocking copy, in turns in one process; a fault is a wrong row."""
-    kwargs = {"device": device, "rounds": rounds, "steps": steps}
-    end = run_arms([_arm("throughput", "throughput", kwargs, device)])[0]
-    if end.kind != "value":
-        return [study.row(end, NONE, "throughput", "after", None)]
-    found = end.value
-    rows = []
-    for subject, rate in found["steps_a_second"].items():
-        ratio, wrong = found["ratio"][subject], found["wrong"][subject]
-        detail = {
-            "unit": "steps",
-            "steps_a_second": rate,
-            "ratio_to_before": ratio,
-            "all": found["all"][subject],
-        }
-        detail |= {key: found[key] for key in ("device", "rounds", "steps", "forward_us", "host_us")}
-        evidence = Evidence(observed=f"{rate:.0f} steps a second, {ratio:.3f} of before", detail=detail)
-        outcome: Outcome = "fault" if wrong else "clean"
-        runs = max(rounds * steps, wrong)
-        rows.append(Row(NONE, "throughput", subject, outcome, runs, wrong, None, evidence))
-    return rows
+    asked = {"device": device, "rounds": rounds, "steps": steps}
+    cell = Cell(NONE, "throughput", "after", arms.throughput, asked, device=device)
+    (whole,) = study.grid([cell], _account)
+    if whole.outcome != "clean":
+        return [whole]
+    return [_rate_row(subject, _detail(whole)) for subject in _detail(whole)["steps_a_second"]]
+
+
+def _rate_row(subject: str, found: Mapping[str, Any]) -> Row:
+    rate, ratio, wrong = (found[key][subject] for key in ("steps_a_second", "ratio", "wrong"))
+    detail = {"unit": "steps", "steps_a_second": rate, "ratio_to_before": ratio, "all": found["all"][subject]}
+    detail |= {key: found[key] for key in ("device", "rounds", "steps", "forward_us", "host_us")}
+    evidence = Evidence(observed=f"{rate:.0f} steps a second, {ratio:.3f} of before", detail=detail)
+    outcome: Outcome = "fault" if wrong else "clean"
+    runs = max(found["rounds"] * found["steps"], wrong)
+    return Row(NONE, "throughput", subject, outcome, runs, wrong, None, evidence)
 
 
 def throughput_table(rows: Iterable[Row]) -> pd.DataFrame:
     """Medians and their ratios, and the range of the ratio to before over the rounds."""
-    found = {row.subject: row.evidence.detail for row in rows}
-    first, blocking = found["before"]["all"], found["blocking-copy"]["steps_a_second"]
-    lines = []
-    for path, detail in found.items():
-        by_round = [rate / other for rate, other in zip(detail["all"], first, strict=True)]
-        lines.append(
-            {
-                "path": path,
-                "steps a second": f"{detail['steps_a_second']:.1f}",
-                "ratio to before": f"{detail['ratio_to_before']:.3f}",
-                "by round": f"{min(by_round):.3f} to {max(by_round):.3f}" if path != "before" else "",
-                "ratio to blocking-copy": f"{detail['steps_a_second'] / blocking:.3f}",
-                "rounds": len(by_round),
-            }
-        )
-    return pd.DataFrame(lines)
+    rows = list(rows)
+    found = {row.subject: _detail(row) for row in rows}
+    blocking = found["blocking-copy"]["steps_a_second"]
+
+    def by_round(row: Row) -> str:
+        pairs = zip(_detail(row)["all"], found["before"]["all"], strict=True)
+        ratios = [rate / other for rate, other in pairs]
+        return f"{min(ratios):.3f} to {max(ratios):.3f}" if row.subject != "before" else ""
+
+    return study.table(
+        rows,
+        path=lambda row: row.subject,
+        steps_a_second=lambda row: f"{_detail(row)['steps_a_second']:.1f}",
+        ratio_to_before=lambda row: f"{_detail(row)['ratio_to_before']:.3f}",
+        by_round=by_round,
+        **{"ratio to blocking-copy": lambda row: f"{_detail(row)['steps_a_second'] / blocking:.3f}"},
+        rounds=lambda row: len(_detail(row)["all"]),
+    )
 
 
 def metadata_rows(device: DeviceKind, drafts: int = 3) -> list[Row]:
@@ -373,87 +350,70 @@ def metadata_rows(device: DeviceKind, drafts: int = 3) -> list[Row]:
     simulated device the plain reference runs the large batch, and the interpreter the small one.
     """
     sizes = [(72, 72, "triton" if device == "cuda" else "plain"), (3, 4, "triton")]
-    asked = [
-        _arm(
-            "metadata",
-            f"metadata, {n} requests",
-            {"requests": n, "padded": padded, "drafts": drafts, "device": device, "run": run},
-            device,
-        )
-        for n, padded, run in sizes
-    ]
-    return [_inert(end, f"consumers-{n}") for end, (n, _, _) in zip(run_arms(asked), sizes, strict=True)]
+    cells = []
+    for requests, padded, run in sizes:
+        asked = {"requests": requests, "padded": padded, "drafts": drafts, "device": device, "run": run}
+        cells.append(Cell(METADATA, f"consumers-{requests}", "before", arms.metadata, asked, device=device))
+    return study.grid(cells, _inert)
 
 
 def consumer_rows(releases: Sequence[str]) -> list[Row]:
     """The kernels of releases over the same rows, in the interpreter; the metadata is this package's."""
-    asked = [
-        _arm("released_consumers", f"consumers of {release}", {"subject": f"vllm=={release}"})
-        for release in releases
-    ]
-    return [
-        _inert(end, f"consumers-of-{release}") for end, release in zip(run_arms(asked), releases, strict=True)
-    ]
+    cells = []
+    for release in releases:
+        arm, asked = f"consumers-of-{release}", {"subject": f"vllm=={release}"}
+        cells.append(Cell(METADATA, arm, "before", arms.released_consumers, asked))
+    return study.grid(cells, _inert)
 
 
-def _inert(end: ArmResult, arm: str) -> Row:
+def _inert(end: ArmResult, cell: Cell) -> Row:
     if end.kind != "value":
-        return study.row(end, METADATA, arm, "before", None)
+        return study.effect(end, cell)
     same = bool(end.value["inert"])
-    told = "states and outputs are the same, bit for bit" if same else "states or outputs differ"
-    outcome: Outcome = "clean" if same else "fault"
-    evidence = Evidence(observed=told, detail=end.value)
-    return Row(METADATA, arm, "before", outcome, 1, int(not same), None, evidence)
+    observed = "states and outputs are the same, bit for bit" if same else "states or outputs differ"
+    return _judged(cell, not same, observed, end.value)
 
 
 def metadata_table(rows: Iterable[Row]) -> pd.DataFrame:
     """Shapes before and after of each tensor."""
     return pd.DataFrame(
         {
-            "requests": f"{row.evidence.detail['requests']} in a graph for {row.evidence.detail['padded']}",
+            "requests": f"{_detail(row)['requests']} in a graph for {_detail(row)['padded']}",
             "tensor": tensor,
             "before": str(shape),
-            "after": str(row.evidence.detail["after"]["shapes"][tensor]),
+            "after": str(_detail(row)["after"]["shapes"][tensor]),
         }
         for row in rows
-        for tensor, shape in row.evidence.detail["before"]["shapes"].items()
+        for tensor, shape in _detail(row)["before"]["shapes"].items()
     )
 
 
 def first_draft_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Before: wrong rows where the host's counts are used as they are, and behind the correction on the device."""
-    behind = {"landing-align": "the host's count (align)", "landing-none": "corrected on the device (none)"}
-    return pd.DataFrame(
-        {
-            "a row starts from": behind[row.arm],
-            "wrong rows": row.evidence.detail["wrong_rows"],
-            "at their first drafts": row.evidence.detail["wrong_first_drafts"],
-            "value of a request that left": row.evidence.detail["counts_of_who_left"],
-        }
-        for row in rows
-        if row.subject == "before" and row.arm in behind
+    """Before: wrong rows where the host's counts are used as they are, and after the correction on the device."""
+    starts = {"landing-align": "the host's count (align)", "landing-none": "corrected on the device (none)"}
+    return study.table(
+        (row for row in rows if row.subject == "before" and row.arm in starts),
+        a_row_starts_from=lambda row: starts[row.arm],
+        wrong_rows=lambda row: _detail(row)["wrong_rows"],
+        at_their_first_drafts=lambda row: _detail(row)["wrong_first_drafts"],
+        value_of_a_request_that_left=lambda row: _detail(row)["counts_of_who_left"],
     )
 
 
 def review_table(rows: Sequence[Row]) -> pd.DataFrame:
     """The questions asked in the review of the fix, and what the report of it takes as risks, answered from rows."""
     found = {(row.cause, row.arm, row.subject): row for row in rows}
-
-    def told(cause: str, arm: str, subject: str) -> str:
-        row = found[cause, arm, subject]
-        return f"{row.faults:,} of {row.runs:,}"
-
-    shapes = found[METADATA, "consumers-72", "before"].evidence.detail
-    sizes = [shapes[arm]["shapes"]["num_accepted"][0] for arm in ("before", "after")]
-    kept, align = told(NONE, "landing-none", "after-as-released"), told(ALIGN, "landing-align", "before")
+    shapes = _detail(found[METADATA, "consumers-72", "before"])
+    by_token, by_request = (shapes[arm]["shapes"]["num_accepted"][0] for arm in ("before", "after"))
+    kept, align = found[NONE, "landing-none", "after-as-released"], found[ALIGN, "landing-align", "before"]
     steady = found[NONE, "random-delays-none", "after"]
     answers = {
-        "rows": f"{shapes['requests']} requests have {sizes[0]} rows by tokens, {sizes[1]} by requests; "
-        f"{sizes[0] - sizes[1]} rows are nobody's",
+        "rows": f"{shapes['requests']} requests have {by_token} rows by tokens, {by_request} by requests; "
+        f"{by_token - by_request} rows are nobody's",
         "all": _in_mode_all(rows),
-        "reuse": f"yes: ones for all rows, with the copy still in flight, are wrong in {kept} landings",
-        "correction": f"yes, for rows that had drafts; wrong rows: {steady.faults:,} of {steady.runs:,}",
-        "align": f"left as it was, and wrong: {align} landings",
+        "reuse": f"yes: ones for all rows, with the copy still in flight, are wrong in {_rate(kept)} landings",
+        "correction": f"yes, for rows that had drafts; wrong rows: {_rate(steady)}",
+        "align": f"left as it was, and wrong: {_rate(align)} landings",
     }
     shown_by = {
         "rows": "consumers-72",
@@ -467,23 +427,27 @@ def review_table(rows: Sequence[Row]) -> pd.DataFrame:
     )
 
 
+def _rate(row: Row) -> str:
+    return f"{row.faults:,} of {row.runs:,}"
+
+
 def _in_mode_all(rows: Iterable[Row]) -> str:
     """Wrong landings of the released runner in mode all, releases in a row that agree together."""
     judged = [
-        (row.subject.removeprefix("vllm=="), row.evidence.detail["mode_all"])
+        (row.subject.removeprefix("vllm=="), _detail(row)["mode_all"])
         for row in rows
-        if row.cause == NONE and "mode_all" in row.evidence.detail
+        if row.cause == NONE and "mode_all" in _detail(row)
     ]
-    told = []
-    for found, alike in groupby(judged, lambda one: _landings_in_all(one[1])):
+    spans = []
+    for found, alike in groupby(judged, lambda one: _completions_in_all(one[1])):
         releases = [release for release, _ in alike]
         span = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
-        told.append(f"{found} in {span}")
+        spans.append(f"{found} in {span}")
     wrong = any(bad for _, one in judged for bad, _ in one.get("landings", {}).values())
-    return f"{'yes' if wrong else 'no'}: {'; '.join(told)}" if told else "not judged in this run"
+    return f"{'yes' if wrong else 'no'}: {'; '.join(spans)}" if spans else "not judged in this run"
 
 
-def _landings_in_all(found: Mapping[str, Any]) -> str:
+def _completions_in_all(found: Mapping[str, Any]) -> str:
     if "landings" not in found:
         return "no such mode"
     wrong, total = (sum(pair) for pair in zip(*found["landings"].values(), strict=True))
@@ -504,23 +468,18 @@ def fault_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def agreement_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Wrong of all landings in the probes' own transitions, by where the copy landed."""
-    return pd.DataFrame(
-        {
-            "cause": row.cause,
-            "subject": row.subject,
-            **{
-                f"lands {w}": _of(row.evidence.detail["landings"].get(w))
-                for w in ("before", "inside", "after")
-            },
-        }
-        for row in rows
-        if "landings" in row.evidence.detail
+    """Wrong of all landings in the probes' own transitions, by where the copy completed."""
+
+    def wrong_at(row: Row, phase: str) -> str:
+        counted = _detail(row)["landings"].get(phase)
+        return "" if counted is None else f"{counted[0]} of {counted[1]}"
+
+    return study.table(
+        (row for row in rows if "landings" in _detail(row)),
+        cause=lambda row: row.cause,
+        subject=lambda row: row.subject,
+        **{f"lands {phase}": lambda row, phase=phase: wrong_at(row, phase) for phase in arms.PHASES},
     )
-
-
-def _of(counted: Sequence[int] | None) -> str:
-    return "" if counted is None else f"{counted[0]} of {counted[1]}"
 
 
 def exposure_table(rows: Iterable[Row], defaults: Mapping[str, Any]) -> pd.DataFrame:

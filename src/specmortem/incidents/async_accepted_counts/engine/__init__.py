@@ -1,1 +1,1 @@
-"""The counts of a V1 runner: who owns them, how they are copied, and what a step makes of them."""
+"""The counts of a V1 runner: how they are copied and moved, and what a step makes of them."""

@@ -1,8 +1,8 @@
-"""An engine with async scheduling: the host plans step N + 1 before it has seen a token of step N.
+"""An engine with async scheduling: the host schedules step N + 1 before it has seen a token of step N.
 
-The scheduler knows the outputs of steps up to N - 1 when it plans step N + 1. A request that ended in step N by its
+The scheduler knows the outputs of steps up to N - 1 when it schedules step N + 1. A request that ended in step N by its
 stop word has run one step too many by the time it leaves; one that is sure to reach its length is not scheduled again.
-With `sync` scheduling the host reads a step's outputs before it plans the next.
+With `sync` scheduling the host reads a step's outputs before it schedules the next.
 
 The runner keeps a step's tokens, drafts and counts on the device, and gathers them there by the rows of the step
 before. What crosses to the host and back is the accepted count, the way its policy says.
@@ -25,23 +25,19 @@ import torch
 
 from specmortem.device import Device, Event, HostBuffer
 from specmortem.errors import BadInputError
-from specmortem.incidents.async_accepted_counts.engine.accepted_counts import (
-    AcceptedCounts,
-    Mode,
-    Policy,
-    Scheduling,
-)
+from specmortem.incidents.async_accepted_counts.engine.accepted_counts import AcceptedCounts
 from specmortem.incidents.async_accepted_counts.engine.count_loop import DECODE, PREFILL, Timing
 from specmortem.incidents.async_accepted_counts.engine.input_batch import InputBatch, NewRequest
+from specmortem.incidents.async_accepted_counts.engine.policies import Mode, Policy, Scheduling
 from specmortem.incidents.async_accepted_counts.engine.uploads import Uploads
-from specmortem.incidents.async_accepted_counts.engine.word_model import VOCAB, WordModel
+from specmortem.incidents.async_accepted_counts.engine.word_model import VOCAB, StateCopy, WordModel
 
 
 @dataclass(frozen=True)
 class WordRequest:
-    """What a client sends, and at which step. `name` counts from 0."""
+    """What a client sends, and at which step. `req_id` counts from 0."""
 
-    name: int
+    req_id: int
     prompt: tuple[int, ...]
     max_tokens: int
     arrives: int = 0
@@ -73,22 +69,33 @@ class RunnerConfig:
         return 1 + 2 * self.max_num_seqs * self.columns
 
 
-class Plan(NamedTuple):
+class SchedulerOutput(NamedTuple):
     """Who leaves the batch, who comes, and the computed tokens of each that runs, exact with `sync` scheduling."""
 
-    leaves: list[int]
-    comes: list[NewRequest]
-    computed: dict[int, int]
+    finished_req_ids: list[int]
+    new_requests: list[NewRequest]
+    num_computed_tokens: dict[int, int]
 
 
 @dataclass
-class _Running:
-    """A request that was admitted: its blocks, what it said, and steps whose outputs are unread."""
+class _Admitted:
+    """A request in the engine: its blocks, its output, and steps whose outputs are unread."""
 
     request: WordRequest
     blocks: list[int]
-    said: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = field(default_factory=list)
     unread: int = 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the unread steps may leave something to generate; each generates one token at least."""
+        return len(self.output_token_ids) + self.unread < self.request.max_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """As far as the outputs are read."""
+        generated = len(self.output_token_ids)
+        return len(self.request.prompt) + generated - 1 if generated else 0
 
 
 class AsyncScheduler:
@@ -96,62 +103,54 @@ class AsyncScheduler:
 
     def __init__(self, config: RunnerConfig, requests: Sequence[WordRequest], stop: int) -> None:
         self.config, self.stop = config, stop
-        self._waiting = deque(sorted(requests, key=lambda r: (r.arrives, r.name)))
-        self._running: dict[int, _Running] = {}
+        self._waiting = deque(sorted(requests, key=lambda r: (r.arrives, r.req_id)))
+        self._admitted: dict[int, _Admitted] = {}
         self._batch: list[int] = []
         self._free = list(range(config.num_blocks - 1, 0, -1))
-        self.texts: dict[int, list[int]] = {}
+        self.outputs: dict[int, list[int]] = {}
         self.step = 0
 
     @property
     def done(self) -> bool:
         """Nothing runs and nothing waits."""
-        return not (self._waiting or self._running)
+        return not (self._waiting or self._admitted)
 
-    def plan(self) -> Plan:
+    def schedule(self) -> SchedulerOutput:
         """The next step."""
-        stay = [name for name in self._batch if name in self._running and self._goes_on(name)]
-        leaves = [name for name in self._batch if name not in stay]
-        comes = self._admitted() if len(stay) < self.config.max_num_seqs else []
-        self._batch = [*stay, *(new.name for new in comes)]
-        for name in self._batch:
-            self._running[name].unread += 1
+        stay = [i for i in self._batch if i in self._admitted and self._admitted[i].goes_on]
+        finished = [req_id for req_id in self._batch if req_id not in stay]
+        new = self._admit() if len(stay) < self.config.max_num_seqs else []
+        self._batch = [*stay, *(request.req_id for request in new)]
+        for req_id in self._batch:
+            self._admitted[req_id].unread += 1
         self.step += 1
-        return Plan(leaves, comes, {name: self._computed(name) for name in self._batch})
+        computed = {req_id: self._admitted[req_id].num_computed_tokens for req_id in self._batch}
+        return SchedulerOutput(finished, new, computed)
 
-    def _goes_on(self, name: int) -> bool:
-        """Whether the steps that are unread may leave something to say; each says one token at least."""
-        one = self._running[name]
-        return len(one.said) + one.unread < one.request.max_tokens
-
-    def _computed(self, name: int) -> int:
-        one = self._running[name]
-        return len(one.request.prompt) + len(one.said) - 1 if one.said else 0
-
-    def _admitted(self) -> list[NewRequest]:
+    def _admit(self) -> list[NewRequest]:
         columns = self.config.columns
         if not self._waiting or self._waiting[0].arrives > self.step or len(self._free) < columns:
             return []
         request = self._waiting.popleft()
         blocks = [self._free.pop() for _ in range(columns)]
-        self._running[request.name] = _Running(request, blocks)
-        return [NewRequest(request.name, request.prompt, 0, tuple(blocks))]
+        self._admitted[request.req_id] = _Admitted(request, blocks)
+        return [NewRequest(request.req_id, request.prompt, 0, tuple(blocks))]
 
     def consume(self, outputs: Mapping[int, Sequence[int]]) -> None:
         """Tokens that a step gave each of its requests; those of one that has ended are dropped."""
-        for name, tokens in outputs.items():
-            one = self._running.get(name)
+        for req_id, tokens in outputs.items():
+            one = self._admitted.get(req_id)
             if one is not None:
                 one.unread -= 1
-                self._say(one, tokens)
+                self._append(one, tokens)
 
-    def _say(self, one: _Running, tokens: Sequence[int]) -> None:
+    def _append(self, one: _Admitted, tokens: Sequence[int]) -> None:
         for token in tokens:
-            one.said.append(token)
-            if token == self.stop or len(one.said) == one.request.max_tokens:
-                self.texts[one.request.name] = one.said
+            one.output_token_ids.append(token)
+            if token == self.stop or len(one.output_token_ids) == one.request.max_tokens:
+                self.outputs[one.request.req_id] = one.output_token_ids
                 self._free += reversed(one.blocks)
-                del self._running[one.request.name]
+                del self._admitted[one.request.req_id]
                 return
 
 
@@ -163,7 +162,7 @@ class Output(NamedTuple):
     """
 
     step: int
-    names: list[int]
+    req_ids: list[int]
     decodes: list[bool]
     copied: list[int]
     tokens: HostBuffer
@@ -173,16 +172,16 @@ class Output(NamedTuple):
     def read(self) -> dict[int, list[int]]:
         """Wait, and give the tokens of each request."""
         self.arrived.synchronize()
-        rows = self.tokens[: len(self.names)]
-        return {name: row[row >= 0].tolist() for name, row in zip(self.names, rows, strict=True)}
+        rows = self.tokens[: len(self.req_ids)]
+        return {req_id: row[row >= 0].tolist() for req_id, row in zip(self.req_ids, rows, strict=True)}
 
-    def told(self) -> dict[int, tuple[int, bool]]:
+    def accepted(self) -> dict[int, tuple[int, bool]]:
         """How many tokens each request got, and whether it had drafts; waits."""
-        tokens, decodes = self.read(), zip(self.names, self.decodes, strict=True)
-        return {name: (len(tokens[name]), decode) for name, decode in decodes}
+        tokens, decodes = self.read(), zip(self.req_ids, self.decodes, strict=True)
+        return {req_id: (len(tokens[req_id]), decode) for req_id, decode in decodes}
 
 
-class WrongStart(NamedTuple):
+class WrongCount(NamedTuple):
     """A decode that looked its state up, or had it copied, by another count than its request had accepted."""
 
     step: int
@@ -200,7 +199,7 @@ class _Place(NamedTuple):
 
 
 class AsyncRunner:
-    """The worker's side. `drafts` is int32 [requests, most words + 1, K]: what is drafted when a request has said n.
+    """The worker's side. `drafts` is int32 [requests, most tokens + 1, K]: the drafts after n output tokens.
 
     `wrong` fills as outputs are collected.
     """
@@ -226,37 +225,30 @@ class AsyncRunner:
         self.tokens = device.zeros((rows, 1 + k), torch.int32, name="tokens")
         self.sampled = device.full((rows, 1 + k), -1, torch.int32, name="sampled")
         self.drafts = device.zeros((rows, k), torch.int32, name="drafts")
-        self.in_use = device.zeros((rows, 1), torch.int32, name="counts in use")
+        self.counts_used = device.zeros((rows, 1), torch.int32, name="counts in use")
         self.table = drafts.to(device.torch_device)
-        self._rings = [
-            (
-                self._buffer("output tokens", 1 + k),
-                self._buffer("counts in use (host)", 1),
-                device.event("output"),
-            )
-            for _ in range(3)
-        ]
+        self._rings = [self._ring(rows, 1 + k) for _ in range(3)]
         self._drafted: list[int] = []
         self._last: Output | None = None
         self._before: dict[int, tuple[int, bool]] = {}
         self._places: dict[int, _Place] = {}
         self.steps = 0
-        self.wrong: list[WrongStart] = []
+        self.wrong: list[WrongCount] = []
         device.launch(model.warm_up, stream=self.stream, name="warm up")
         device.synchronize()
 
-    def _buffer(self, name: str, columns: int) -> HostBuffer:
-        return self.device.host_buffer((self.config.max_num_seqs, columns), torch.int32, name=name)
+    def _ring(self, rows: int, columns: int) -> tuple[HostBuffer, HostBuffer, Event]:
+        """Where a step's tokens and counts go, and the event of both."""
+        tokens = self.device.host_buffer((rows, columns), torch.int32, name="output tokens")
+        starts = self.device.host_buffer((rows, 1), torch.int32, name="counts in use (host)")
+        return tokens, starts, self.device.event("output")
 
-    def step(self, plan: Plan) -> Output:
+    def step(self, scheduled: SchedulerOutput) -> Output:
         """Enqueue a step and give where its tokens will be."""
-        self.counts.before_row_moves()
-        self.inputs.wait()
-        came = {new.name for new in plan.comes}
-        self._move_rows(plan, came)
+        new = self._move_rows(scheduled)
         order = self.batch.order
-        decodes = [name not in came for name in order]
-        copied = self._bring_counts(plan, order, decodes)
+        decodes = [req_id not in new for req_id in order]
+        copied = self._bring_counts(scheduled, order, decodes)
         lengths = self._upload(order, decodes)
         if self.config.timing.forward_us:
             self.device.spin(self.config.timing.forward_us, self.stream)
@@ -266,28 +258,34 @@ class AsyncRunner:
     def collect(self, output: Output) -> dict[int, list[int]]:
         """The tokens of a step, and its wrong counts into `wrong`; call it once for each step, in order."""
         tokens = output.read()
-        starts = output.starts[: len(output.names)].ravel().tolist()
-        for name, decode, got in zip(output.names, output.decodes, starts, strict=True):
-            count, drafted = self._before.get(name, (1, False))
-            own = 1 if name in output.copied else count
+        starts = output.starts[: len(output.req_ids)].ravel().tolist()
+        for req_id, decode, got in zip(output.req_ids, output.decodes, starts, strict=True):
+            count, drafted = self._before.get(req_id, (1, False))
+            own = 1 if req_id in output.copied else count
             if decode and got != own:
-                self.wrong.append(WrongStart(output.step, name, not drafted, got, own))
-        self._before = output.told()
+                self.wrong.append(WrongCount(output.step, req_id, not drafted, got, own))
+        self._before = output.accepted()
         return tokens
 
-    def _move_rows(self, plan: Plan, came: set[int]) -> None:
-        self.device.host_time(self.config.timing.before_us)
-        for name in plan.leaves:
-            self.batch.remove_request(name)
-        for new in plan.comes:
-            self.batch.add_request(new)
-        self.batch.condense()
-        self.device.host_time(self.config.timing.between_us)
-        self.batch.reorder(lambda name: PREFILL if name in came else DECODE)
+    def _move_rows(self, scheduled: SchedulerOutput) -> set[int]:
+        """All four moves; gives the requests that are new."""
+        self.counts.before_row_moves()
+        self.inputs.wait()
+        timing, new = self.config.timing, {request.req_id for request in scheduled.new_requests}
+        self.device.host_time(timing.before_us)
+        self.batch.move_rows(
+            scheduled.finished_req_ids,
+            scheduled.new_requests,
+            lambda req_id: PREFILL if req_id in new else DECODE,
+            lambda: self.device.host_time(timing.between_us),
+        )
+        return new
 
-    def _bring_counts(self, plan: Plan, order: Sequence[int], decodes: Sequence[bool]) -> list[int]:
+    def _bring_counts(
+        self, scheduled: SchedulerOutput, order: Sequence[int], decodes: Sequence[bool]
+    ) -> list[int]:
         """Counts into place; gives the requests whose state was copied to another column first."""
-        computed = [plan.computed[name] for name in order]
+        computed = [scheduled.num_computed_tokens[req_id] for req_id in order]
         if self.config.scheduling == "async":
             known = self.batch.previous_row_of
             computed = [int(self.batch.num_tokens[r]) if n in known else 0 for r, n in enumerate(order)]
@@ -305,52 +303,48 @@ class AsyncRunner:
         How many tokens are computed the host knows exactly by now: it has read the tokens of the step before, from a
         buffer that is no row's (`deferred_state_corrections_fn`, gpu_model_runner.py:4163 in 0.23.0, reads one too).
         """
-        told = {} if self._last is None else self._last.told()
+        accepted = {} if self._last is None else self._last.accepted()
         places = {}
-        copies: dict[int, tuple[int, int, int, int]] = {}
-        for row, (name, decode) in enumerate(zip(order, decodes, strict=True)):
-            places[name] = self._next_place(name, row, decode, told)
-            if decode and places[name].column != self._places[name].column:
-                copies[name] = self._copy(name, row, places[name].column, told[name])
+        copies: dict[int, StateCopy] = {}
+        for row, (req_id, decode) in enumerate(zip(order, decodes, strict=True)):
+            places[req_id] = self._next_place(req_id, row, decode, accepted)
+            if decode and places[req_id].column != self._places[req_id].column:
+                copies[req_id] = self._copy(req_id, row, places[req_id].column, accepted[req_id])
         self._places = places
-        states = (self.model.conv, self.model.memory)
+        todo, states = list(copies.values()), (self.model.conv, self.model.memory)
         self.device.launch(
-            self.model.copy_states,
-            list(copies.values()),
-            stream=self.stream,
-            reads=states,
-            writes=states,
-            name="copy states",
+            self.model.copy_states, todo, stream=self.stream, reads=states, writes=states, name="copy states"
         )
         return list(copies)
 
-    def _next_place(self, name: int, row: int, decode: bool, told: Mapping[int, tuple[int, bool]]) -> _Place:
+    def _next_place(
+        self, req_id: int, row: int, decode: bool, accepted: Mapping[int, tuple[int, bool]]
+    ) -> _Place:
         """Where the step's first token is written, and how many are computed before it."""
         length, size = int(self.batch.num_tokens[row]), self.config.block_size
         if not decode:
             return _Place((length - 1) // size, 0)
-        accepted, drafted = told[name]
-        computed = self._places[name].computed + accepted if drafted else length
+        count, drafted = accepted[req_id]
+        computed = self._places[req_id].computed + count if drafted else length
         return _Place((computed + self.config.num_speculative_tokens) // size, computed)
 
-    def _copy(self, name: int, row: int, target: int, told: tuple[int, bool]) -> tuple[int, int, int, int]:
-        """Line, state block, target block and shift of one copy."""
-        (own, drafted), column, blocks = told, self._places[name].column, self.batch.blocks[row]
+    def _copy(self, req_id: int, row: int, target: int, accepted: tuple[int, bool]) -> StateCopy:
+        (own, drafted), column, blocks = accepted, self._places[req_id].column, self.batch.blocks[row]
         got = int(self.batch.num_accepted[row, 0])
         self.batch.num_accepted[row, 0] = 1
         if got != own:
-            self.wrong.append(WrongStart(self.steps, name, not drafted, got, own))
-        return int(blocks[column]), int(blocks[column + got - 1]), int(blocks[target]), got - 1
+            self.wrong.append(WrongCount(self.steps, req_id, not drafted, got, own))
+        return StateCopy(int(blocks[column]), int(blocks[column + got - 1]), int(blocks[target]), got - 1)
 
     def _upload(self, order: Sequence[int], decodes: Sequence[bool]) -> list[int]:
         """The step's other inputs; gives the lengths of the prompts among them."""
-        columns = [self._places[name].column if self._places else 0 for name in order]
+        columns = [self._places[req_id].column if self._places else 0 for req_id in order]
         width, prompts = 1 + self.config.num_speculative_tokens, self.batch.num_tokens
         table = [self.batch.blocks[row, c : c + width] for row, c in enumerate(columns)]
         previous = self.batch.previous_rows()
-        facts = zip(order, prompts[: len(order)].tolist(), previous, decodes, strict=True)
+        rows = zip(order, prompts[: len(order)].tolist(), previous, decodes, strict=True)
         self.inputs.put("blocks", np.array(table, np.int32).reshape(-1, width))
-        self.inputs.put("rows", np.array(list(facts), np.int32).reshape(-1, 4))
+        self.inputs.put("rows", np.array(list(rows), np.int32).reshape(-1, 4))
         first = sum(decodes)
         self.inputs.put("prompts", self.batch.token_ids[first : len(order)])
         self.counts.uploads.seal()
@@ -360,7 +354,7 @@ class AsyncRunner:
     def _forward(self, decodes: int, lengths: list[int]) -> None:
         read = (self.inputs["blocks"], self.inputs["rows"], self.inputs["prompts"], self.drafts)
         counts = (self.counts.on_device, self.counts.valid)
-        written = (self.tokens, self.sampled, self.in_use, self.model.conv, self.model.memory)
+        written = (self.tokens, self.sampled, self.counts_used, self.model.conv, self.model.memory)
         self.device.launch(
             self._layers,
             decodes,
@@ -372,26 +366,27 @@ class AsyncRunner:
         )
 
     def _layers(self, decodes: int, lengths: list[int]) -> None:
-        """Tokens by the rows of the step before, the layer, and the ids: -1 behind the first draft that is not said."""
-        rows = self.inputs["rows"]
-        self.in_use.copy_(self.counts.on_device)
+        """The layer over all rows, and the ids: -1 after the first draft that the model does not say."""
+        self.counts_used.copy_(self.counts.on_device)
         if decodes:
-            previous = rows[:decodes, 2].long()
-            last = self.counts.valid[previous].long() - 1
-            self.tokens[:decodes, 1:] = self.drafts[previous]
-            self.tokens[:decodes, :1] = self.sampled[previous].gather(1, last)
-            tokens, blocks = self.tokens[:decodes], self.inputs["blocks"][:decodes]
-            said = self.model.decode(tokens, blocks, self.counts.on_device[:decodes, 0].contiguous())
-            right = (tokens[:, 1:] == said[:, :-1]).long().cumprod(dim=1).sum(dim=1, keepdim=True)
-            step = torch.arange(said.shape[1], device=said.device)
-            self.sampled[:decodes] = torch.where(step <= right, said, -1).int()
+            self._decode(decodes)
         for number, length in enumerate(lengths):
-            row = decodes + number
-            said = self.model.prefill(
-                self.inputs["prompts"][number, :length], self.inputs["blocks"][row, 0].long()
-            )
+            row, prompt = decodes + number, self.inputs["prompts"][number, :length]
+            token = self.model.prefill(prompt, self.inputs["blocks"][row, 0].long())
             self.sampled[row] = -1
-            self.sampled[row, :1] = said.int()[None]
+            self.sampled[row, :1] = token.int()[None]
+
+    def _decode(self, decodes: int) -> None:
+        """Tokens and drafts come from the rows of the step before."""
+        previous = self.inputs["rows"][:decodes, 2].long()
+        last = self.counts.valid[previous].long() - 1
+        self.tokens[:decodes, 1:] = self.drafts[previous]
+        self.tokens[:decodes, :1] = self.sampled[previous].gather(1, last)
+        tokens, blocks = self.tokens[:decodes], self.inputs["blocks"][:decodes]
+        answers = self.model.decode(tokens, blocks, self.counts.on_device[:decodes, 0].contiguous())
+        right = (tokens[:, 1:] == answers[:, :-1]).long().cumprod(dim=1).sum(dim=1, keepdim=True)
+        step = torch.arange(answers.shape[1], device=answers.device)
+        self.sampled[:decodes] = torch.where(step <= right, answers, -1).int()
 
     def _send(self, order: list[int], decodes: list[bool], copied: list[int]) -> Output:
         """Counts, drafts for the next step, and the tokens to the host."""
@@ -404,7 +399,7 @@ class AsyncRunner:
         self.device.launch(
             self._draft, computed, stream=self.stream, reads=read, writes=(self.drafts,), name="draft"
         )
-        for buffer, tensor in ((tokens, self.sampled), (starts, self.in_use)):
+        for buffer, tensor in ((tokens, self.sampled), (starts, self.counts_used)):
             if rows:
                 self.device.copy_async(buffer.rows(0, rows), tensor[:rows], self.stream)
         arrived.record(self.stream)
@@ -415,16 +410,16 @@ class AsyncRunner:
         return self._last
 
     def _draft(self, computed: torch.Tensor) -> None:
-        """Drafts by how much a request has said: a stand-in for a draft head that knows the text."""
+        """Drafts by the number of a request's output tokens: a stand-in for a draft head that knows the text."""
         rows = len(computed)
         request, prompt, _, decode = self.inputs["rows"][:rows].long().unbind(dim=1)
-        said = computed + self.counts.valid[:rows, 0] + 1 - prompt
-        said = torch.where(decode > 0, said, 1).clamp(0, self.table.shape[1] - 1)
-        self.drafts[:rows] = self.table[request, said]
+        generated = computed + self.counts.valid[:rows, 0] + 1 - prompt
+        generated = torch.where(decode > 0, generated, 1).clamp(0, self.table.shape[1] - 1)
+        self.drafts[:rows] = self.table[request, generated]
 
 
 def serve(runner: AsyncRunner, scheduler: AsyncScheduler, most_steps: int = 5000) -> dict[int, list[int]]:
-    """Steps until every request has ended; gives what each said.
+    """Steps until every request has ended; gives the output token ids of each.
 
     Raises BadInputError when that takes more than `most_steps`.
     """
@@ -432,7 +427,7 @@ def serve(runner: AsyncRunner, scheduler: AsyncScheduler, most_steps: int = 5000
     while not scheduler.done:
         if runner.steps == most_steps:
             raise BadInputError(f"{most_steps} steps were not enough; raise most_steps or lower the requests")
-        output = runner.step(scheduler.plan())
+        output = runner.step(scheduler.schedule())
         if unread is not None:
             scheduler.consume(runner.collect(unread))
         unread = output
@@ -440,4 +435,4 @@ def serve(runner: AsyncRunner, scheduler: AsyncScheduler, most_steps: int = 5000
             scheduler.consume(runner.collect(output))
             unread = None
     runner.device.synchronize()
-    return scheduler.texts
+    return scheduler.outputs

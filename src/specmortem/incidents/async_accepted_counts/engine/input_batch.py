@@ -1,6 +1,6 @@
 """The persistent batch: one row a request, in numpy arrays and one pinned array, and the four ways in which rows move.
 
-A step removes what finished or was not scheduled, adds what came (into the lowest hole, or behind the last row), closes
+A step removes what finished or was not scheduled, adds what came (into the lowest hole, or after the last row), closes
 the holes that are left (`condense`), and swaps rows until decodes come first (`reorder`); vLLM's order of these is in
 `_update_states`, vllm/v1/worker/gpu_model_runner.py:1436-1445 in 0.23.0, and the moves themselves in
 gpu_input_batch.py:335, 510, 566 and 683.
@@ -11,7 +11,7 @@ accepted counts of a step into it, in the row order which that step had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,14 @@ from specmortem.errors import BadInputError
 
 NEW = -1
 Array = npt.NDArray[np.int32]
+Rows = tuple[int, int]  # from, to; or one, other
 
 
 @dataclass(frozen=True)
 class NewRequest:
     """What a request brings into the batch: known tokens, how many of them are computed, and its state blocks."""
 
-    name: int
+    req_id: int
     tokens: tuple[int, ...] = ()
     num_computed: int = 0
     blocks: tuple[int, ...] = ()
@@ -50,7 +51,7 @@ class InputBatch:
             if value < 1:
                 raise BadInputError(f"{name} is {value}; give at least 1")
         self.max_num_reqs, self.lanes = max_num_reqs, lanes
-        self.names: list[int | None] = []
+        self.req_ids: list[int | None] = []
         self.row_of: dict[int, int] = {}
         self.previous_row_of: dict[int, int] = {}
         self.token_ids: Array = np.zeros((max_num_reqs, max_tokens), np.int32)
@@ -61,13 +62,8 @@ class InputBatch:
             (max_num_reqs, lanes), torch.int32, pinned=True, name="num_accepted_tokens_cpu"
         )
         self.num_accepted[...] = 1
-        self._columns: list[Any] = [
-            self.token_ids,
-            self.num_tokens,
-            self.num_computed,
-            self.blocks,
-            self.num_accepted,
-        ]
+        self._columns: list[Any] = [self.token_ids, self.num_tokens, self.num_computed, self.blocks]
+        self._columns.append(self.num_accepted)
         self._holes: list[int] = []
 
     @property
@@ -78,21 +74,21 @@ class InputBatch:
     @property
     def order(self) -> list[int]:
         """The requests, row by row; holes are left out."""
-        return [name for name in self.names if name is not None]
+        return [req_id for req_id in self.req_ids if req_id is not None]
 
     def add_request(self, request: NewRequest) -> int:
-        """Put a request into the lowest hole or behind the last row, with an accepted count of 1; gives its row.
+        """Put a request into the lowest hole or after the last row, with an accepted count of 1; gives its row.
 
         Raises BadInputError when it is in the batch already, when the batch is full, and when it does not fit a row.
         """
         self._check_new(request)
         if self._holes:
             row = self._holes.pop(0)
-            self.names[row] = request.name
+            self.req_ids[row] = request.req_id
         else:
-            row = len(self.names)
-            self.names.append(request.name)
-        self.row_of[request.name] = row
+            row = len(self.req_ids)
+            self.req_ids.append(request.req_id)
+        self.row_of[request.req_id] = row
         self.token_ids[row, : len(request.tokens)] = request.tokens
         self.num_tokens[row] = len(request.tokens)
         self.num_computed[row] = request.num_computed
@@ -102,47 +98,47 @@ class InputBatch:
         return row
 
     def _check_new(self, request: NewRequest) -> None:
-        if request.name in self.row_of:
-            raise BadInputError(f"request {request.name} is in the batch already; remove it first")
+        if request.req_id in self.row_of:
+            raise BadInputError(f"request {request.req_id} is in the batch already; remove it first")
         if self.num_reqs == self.max_num_reqs:
-            raise BadInputError(f"request {request.name}: all {self.max_num_reqs} rows are taken")
+            raise BadInputError(f"request {request.req_id}: all {self.max_num_reqs} rows are taken")
         if len(request.tokens) > self.token_ids.shape[1] or len(request.blocks) > self.blocks.shape[1]:
             raise BadInputError(
-                f"request {request.name} has {len(request.tokens)} tokens and {len(request.blocks)} blocks; "
+                f"request {request.req_id} has {len(request.tokens)} tokens and {len(request.blocks)} blocks; "
                 f"a row holds {self.token_ids.shape[1]} and {self.blocks.shape[1]}"
             )
 
-    def remove_request(self, name: int) -> int | None:
+    def remove_request(self, req_id: int) -> int | None:
         """Leave a hole where the request was; gives its row, None when it is not in the batch. No array is written."""
-        row = self.row_of.pop(name, None)
+        row = self.row_of.pop(req_id, None)
         if row is None:
             return None
-        self.previous_row_of.pop(name, None)
-        self.names[row] = None
+        self.previous_row_of.pop(req_id, None)
+        self.req_ids[row] = None
         self._holes = sorted([*self._holes, row])
         return row
 
-    def condense(self) -> list[tuple[int, int]]:
+    def condense(self) -> list[Rows]:
         """Move the last rows down into the holes; gives (from, to) of each. The source rows keep their content."""
         moves = []
         self._drop_last_holes()
         while self._holes:
-            hole, last = self._holes.pop(0), len(self.names) - 1
+            hole, last = self._holes.pop(0), len(self.req_ids) - 1
             self._move(last, hole)
             moves.append((last, hole))
             self._drop_last_holes()
         return moves
 
     def _drop_last_holes(self) -> None:
-        while self.names and self.names[-1] is None:
-            self.names.pop()
-        self._holes = [hole for hole in self._holes if hole < len(self.names)]
+        while self.req_ids and self.req_ids[-1] is None:
+            self.req_ids.pop()
+        self._holes = [hole for hole in self._holes if hole < len(self.req_ids)]
 
     def _move(self, source: int, target: int) -> None:
-        name = self.names[source]
-        assert name is not None, "condense moves live rows"
-        self.names[target], self.names[source] = name, None
-        self.row_of[name] = target
+        req_id = self.req_ids[source]
+        assert req_id is not None, "condense moves live rows"
+        self.req_ids[target], self.req_ids[source] = req_id, None
+        self.row_of[req_id] = target
         for column in self._columns:
             column[target] = column[source]
 
@@ -152,19 +148,35 @@ class InputBatch:
         Of each array row `other` is read first, then row `one`; row `one` is written first, then row `other`, as in
         gpu_input_batch.py:661-664 in 0.23.0. While a copy is landing, the order decides who gets what.
         """
-        names = [self.names[row] if 0 <= row < len(self.names) else None for row in (one, other)]
-        if names[0] is None or names[1] is None:
+        moved = [self.req_ids[row] if 0 <= row < len(self.req_ids) else None for row in (one, other)]
+        if moved[0] is None or moved[1] is None:
             raise BadInputError(
                 f"rows {one} and {other} do not both hold a request; condense before rows are swapped"
             )
-        self.names[one], self.names[other] = names[1], names[0]
-        self.row_of[names[0]], self.row_of[names[1]] = other, one
+        self.req_ids[one], self.req_ids[other] = moved[1], moved[0]
+        self.row_of[moved[0]], self.row_of[moved[1]] = other, one
         for column in self._columns:
-            moved, kept = column[other].copy(), column[one].copy()
-            column[one] = moved
-            column[other] = kept
+            up, down = column[other].copy(), column[one].copy()
+            column[one] = up
+            column[other] = down
 
-    def reorder(self, region: Callable[[int], int]) -> list[tuple[int, int]]:
+    def move_rows(
+        self,
+        finished_req_ids: Iterable[int],
+        new_requests: Iterable[NewRequest],
+        region: Callable[[int], int],
+        before_reorder: Callable[[], object],
+    ) -> tuple[list[Rows], list[Rows]]:
+        """A step's moves, all four in vLLM's order; gives the pairs of rows condensed and swapped."""
+        for req_id in finished_req_ids:
+            self.remove_request(req_id)
+        for request in new_requests:
+            self.add_request(request)
+        condensed = self.condense()
+        before_reorder()
+        return condensed, self.reorder(region)
+
+    def reorder(self, region: Callable[[int], int]) -> list[Rows]:
         """Swap rows until the regions of their requests ascend; gives the swaps. Rows that are right stay.
 
         Each swap brings the request of its first row to its second, which is its place; the first row is swapped
@@ -172,7 +184,7 @@ class InputBatch:
         """
         if self._holes:
             raise BadInputError(f"rows {self._holes} are holes; condense before the batch is reordered")
-        regions = [region(name) for name in self.order]
+        regions = [region(req_id) for req_id in self.order]
         misplaced = [row for row, wanted in enumerate(sorted(regions)) if regions[row] != wanted]
         by_region = sorted(misplaced, key=regions.__getitem__)
         place_of = dict(zip(by_region, misplaced, strict=True))
@@ -190,17 +202,4 @@ class InputBatch:
 
     def previous_rows(self) -> list[int]:
         """For each row, the row that its request had in the step before; NEW when it had none."""
-        return [self.previous_row_of.get(name, NEW) for name in self.order]
-
-    def contents(self) -> Mapping[int, tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]]:
-        """Tokens, computed tokens, blocks and accepted counts of every request, whatever its row."""
-        counts = self.num_accepted[...]
-        return {
-            name: (
-                tuple(self.token_ids[row, : self.num_tokens[row]].tolist()),
-                int(self.num_computed[row]),
-                tuple(self.blocks[row].tolist()),
-                tuple(counts[row].tolist()),
-            )
-            for name, row in self.row_of.items()
-        }
+        return [self.previous_row_of.get(req_id, NEW) for req_id in self.order]

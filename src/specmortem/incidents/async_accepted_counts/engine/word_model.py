@@ -1,6 +1,6 @@
 """A tiny recurrent language model that talks in words, and whose text breaks visibly when its state is another's.
 
-One gated delta layer behind a causal convolution, as in the hybrid models of the incident. Every word has a vector of
+One gated delta layer after a causal convolution, as in the hybrid models of the incident. Every word has a vector of
 angles; the convolution adds those of the last words, each rotated by its place, and cosine and sine of the sums are
 the *context*. The recurrent state [V, D] maps contexts to the words that followed them: a word is written under the
 context ahead of it, and the next word is the one that the present context recalls. When nothing is recalled, a bias
@@ -83,9 +83,18 @@ def text(rng: random.Random, opening: int = 4) -> Text:
     """A story to be told again from word number `opening` on. Raises BadInputError below 4, a context's length."""
     if opening < PARTS[0][0]:
         raise BadInputError(f"opening {opening}: the model knows a place by {PARTS[0][0]} words")
-    told = story(rng)
-    prompt = [STORY, *told, STOP, AGAIN, *told[:opening]]
-    return Text([ID[w] for w in prompt], [ID[w] for w in (*told[opening:], STOP)])
+    whole = story(rng)
+    prompt = [STORY, *whole, STOP, AGAIN, *whole[:opening]]
+    return Text([ID[w] for w in prompt], [ID[w] for w in (*whole[opening:], STOP)])
+
+
+class StateCopy(NamedTuple):
+    """Blocks of a convolution's line, of the state, and of both's target, and how far the window shifts."""
+
+    line: int
+    block: int
+    target: int
+    shift: int
 
 
 class WordModel:
@@ -143,8 +152,8 @@ class WordModel:
         self.decode(nobody, nobody, nobody[:, 0] + 1)
         self.prefill(nobody[0], nobody[0, 0].long())
 
-    def copy_states(self, copies: Sequence[tuple[int, int, int, int]]) -> None:
-        """Copies (line, state block, target block, accepted - 1), in order: the window shifted, the state as it is."""
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """In order: the window shifted, the state as it is."""
         for line, block, target, shift in copies:
             self.conv[target, :WINDOW] = self.conv[line, shift : shift + WINDOW].clone()
             self.memory[target] = self.memory[block].clone()
