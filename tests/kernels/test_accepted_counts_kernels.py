@@ -75,7 +75,7 @@ def test_only_rows_that_had_drafts_are_corrected(run):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("mended = inside & known & (drafts > 0)", "mended = inside & known"),
+        ("corrected = inside & known & (drafts > 0)", "corrected = inside & known"),
         ("drafted + source, mask=known, other=0", "drafted + row"),
         ("valid + source * L", "valid + row * L"),
         ("computed + source * L", "computed + row * L"),

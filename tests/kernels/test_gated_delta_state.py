@@ -75,44 +75,12 @@ def test_detector_fires_when_one_side_of_the_bound_is_taken_out(new, accepted, t
     assert run("after", accepted, module.gated_delta_after)[2] != []
 
 
-def conv(arm, accepted, kernel=None):
-    pool = torch.arange(4 * 6 * D, dtype=torch.float32).reshape(4, 6, D)
-    lines, out = torch.tensor([1, 2, 3], dtype=torch.int32), torch.full((3, 3, D), -1.0)
-    counts = torch.tensor(accepted, dtype=torch.int32)
-    with bounds.watch() as watch:
-        watch.blocks(pool, [-1, 0, 1, 2], of=bounds.program(0), name="conv_states")
-        gd.conv_launch(arm, pool, lines, counts, out, 4, kernel)
-    return out, gd.conv_reference(pool, lines, counts, 4), watch.reports
-
-
-@pytest.mark.parametrize("accepted", [[1, 2, 4], [0, 1, 5], [-3, 4, 9]])
-def test_conv_after_equals_the_reference(accepted):
-    out, want, reports = conv("after", accepted)
-    assert reports == [] and torch.equal(out, want)
-
-
-@pytest.mark.parametrize("accepted", [[1, 0, 1], [1, 1, 5]])
-def test_conv_before_reads_a_neighbours_line(accepted):
-    assert conv("before", accepted)[2] != []
-
-
-@pytest.mark.parametrize(
-    ("guard", "accepted"),
-    [("(line > 0) & (offset < C)", [1, 0, 1]), ("(line > 0) & (offset >= 0)", [1, 5, 1])],
-)
-def test_conv_detector_fires_when_one_side_of_the_bound_is_taken_out(guard, accepted, tmp_path):
-    old = "in_line = (line > 0) & (offset >= 0) & (offset < C)"
-    module = mutate.mutant(gd, {old: f"in_line = {guard}"}, tmp_path)
-    assert conv("after", accepted)[2] == []
-    assert conv("after", accepted, module.conv_window_after)[2] != []
-
-
 def test_shapes_that_do_not_fit_are_refused():
     vectors, states, indices = inputs()
     with pytest.raises(BadInputError, match="rows and columns"):
         gd.launch("after", *vectors, torch.zeros(N, T, D), states, indices[:, :2], torch.ones(N))
-    with pytest.raises(BadInputError, match="must be"):
-        gd.conv_launch("after", torch.zeros(2, 6, D), torch.zeros(1), torch.ones(1), torch.zeros(1, 1, D), 4)
+    with pytest.raises(BadInputError, match="states must be"):
+        gd.launch("after", *vectors, torch.zeros(N, T, D), states[:, :4], indices, torch.ones(N))
 
 
 @pytest.mark.parametrize("values", [4, 64])

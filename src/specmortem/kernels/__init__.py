@@ -6,4 +6,5 @@ from specmortem._interpreter import mend
 
 mend()
 
+Arm = Literal["before", "after"]
 Backend = Literal["plain", "triton"]  # what computes a kernel: the plain reference, or Triton

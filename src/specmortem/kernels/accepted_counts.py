@@ -67,9 +67,9 @@ def correct_reference(
 ) -> None:
     """Counts and computed tokens of each row; L lanes are batches whose rows move alike, 1 in an engine."""
     source = previous.clamp(min=0).long()
-    mended = ((previous >= 0) & (drafted[source] > 0))[:, None]
-    out_computed.copy_(torch.where(mended, computed[source] + valid[source], host_computed[:, None]))
-    accepted.copy_(torch.where(mended, valid[source], accepted))
+    corrected = ((previous >= 0) & (drafted[source] > 0))[:, None]
+    out_computed.copy_(torch.where(corrected, computed[source] + valid[source], host_computed[:, None]))
+    accepted.copy_(torch.where(corrected, valid[source], accepted))
 
 
 @triton.jit
@@ -91,11 +91,11 @@ def correct_kernel(
     known = source >= 0
     drafts = tl.load(drafted + source, mask=known, other=0)
     host = tl.load(host_computed + row)
-    mended = inside & known & (drafts > 0)
-    count = tl.load(valid + source * L + lane, mask=mended, other=0)
-    before = tl.load(computed + source * L + lane, mask=mended, other=0)
-    tl.store(out_computed + row * L + lane, tl.where(mended, before + count, host), mask=inside)
-    tl.store(accepted + row * L + lane, count, mask=mended)
+    corrected = inside & known & (drafts > 0)
+    count = tl.load(valid + source * L + lane, mask=corrected, other=0)
+    before = tl.load(computed + source * L + lane, mask=corrected, other=0)
+    tl.store(out_computed + row * L + lane, tl.where(corrected, before + count, host), mask=inside)
+    tl.store(accepted + row * L + lane, count, mask=corrected)
 
 
 def correct_launch(

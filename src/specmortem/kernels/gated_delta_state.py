@@ -5,23 +5,23 @@ With drafts in flight a recurrent layer keeps one state per position: request n 
 tokens were accepted is known later, so the next step looks its initial state up in column `num_accepted[n] - 1`.
 
 `before` trusts the count, as the released kernels do (`fused_sigmoid_gating_delta_rule_update_kernel`,
-vllm/model_executor/layers/fla/ops/fused_sigmoid_gating.py:103 in 0.22.1; `_causal_conv1d_update_kernel`,
-vllm/model_executor/layers/mamba/ops/causal_conv1d.py:852): a count of 0 reads the last column of the row before, for
-row 0 the word before the tensor, and any positive number found there is taken for a state slot. `after` uses a count
-only when 1 <= num_accepted <= K + 1 and gives zeros otherwise, so that no stale output row survives.
+vllm/model_executor/layers/fla/ops/fused_sigmoid_gating.py:103 in 0.22.1): a count of 0 reads the last column of the row
+before, for row 0 the word before the tensor, and any positive number found there is taken for a state slot. `after`
+uses a count only when 1 <= num_accepted <= K + 1 and gives zeros otherwise, so that no stale output row survives.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from specmortem.errors import BadInputError
+from specmortem.kernels import Arm
 
-Arm = Literal["before", "after"]
+__all__ = ["Arm", "gated_delta_after", "gated_delta_before", "launch", "reference"]
 
 
 def reference(
@@ -151,69 +151,7 @@ def gated_delta_after(
     _delta_steps(query, key, value, gate, beta, out, states, indices, request, state, T, V, D, BV)
 
 
-def conv_reference(
-    conv_states: torch.Tensor,  # float32 [P, L, D], L = width - 1 + K tokens of history
-    line_indices: torch.Tensor,  # int32 [N]
-    num_accepted: torch.Tensor,  # int32 [N]
-    width: int,
-) -> torch.Tensor:
-    """The width - 1 tokens before the first new one, float32 [N, width - 1, D]; zeros for a count out of range."""
-    columns = conv_states.shape[1] - width + 2
-    out = torch.zeros(line_indices.shape[0], width - 1, conv_states.shape[2])
-    for n, line in enumerate(line_indices.tolist()):
-        offset = int(num_accepted[n]) - 1
-        if line > 0 and 0 <= offset < columns:
-            out[n] = conv_states[line, offset : offset + width - 1]
-    return out
-
-
-@triton.jit
-def conv_window_before(
-    conv_states,
-    line_indices,
-    num_accepted,
-    out,
-    line_stride,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    D: tl.constexpr,
-):
-    request = tl.program_id(0)
-    d = tl.arange(0, D)
-    line = tl.load(line_indices + request).to(tl.int64)
-    if line <= 0:
-        return
-    offset = tl.load(num_accepted + request).to(tl.int64) - 1
-    for w in range(W - 1):
-        history = tl.load(conv_states + line * line_stride + (offset + w) * D + d)
-        tl.store(out + (request * (W - 1) + w) * D + d, history)
-
-
-@triton.jit
-def conv_window_after(
-    conv_states,
-    line_indices,
-    num_accepted,
-    out,
-    line_stride,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    D: tl.constexpr,
-):
-    request = tl.program_id(0)
-    d = tl.arange(0, D)
-    line = tl.load(line_indices + request).to(tl.int64)
-    offset = tl.load(num_accepted + request).to(tl.int64) - 1
-    in_line = (line > 0) & (offset >= 0) & (offset < C)  # guard: conv offset
-    for w in range(W - 1):
-        history = tl.load(
-            conv_states + line * line_stride + (offset + w) * D + d, mask=in_line & (d < D), other=0.0
-        )
-        tl.store(out + (request * (W - 1) + w) * D + d, history)
-
-
 KERNELS = {"before": gated_delta_before, "after": gated_delta_after}
-CONV_KERNELS = {"before": conv_window_before, "after": conv_window_after}
 
 
 def launch(
@@ -247,41 +185,6 @@ def launch(
     if not all(t.is_contiguous() for t in (query, key, value, gate, beta, out, states)):
         raise BadInputError("gated_delta_state.launch needs contiguous tensors")
     block = min(values, 32)
-    (kernel or KERNELS[arm])[(requests, values // block)](
-        query,
-        key,
-        value,
-        gate,
-        beta,
-        out,
-        states,
-        state_indices,
-        num_accepted,
-        state_indices.stride(0),
-        tokens,
-        C=columns,
-        V=values,
-        D=width,
-        BV=block,
-    )
-
-
-def conv_launch(
-    arm: Arm,
-    conv_states: torch.Tensor,
-    line_indices: torch.Tensor,
-    num_accepted: torch.Tensor,
-    out: torch.Tensor,
-    width: int,
-    kernel: Any = None,
-) -> None:
-    """Write the convolution window of each request into `out`; shapes as in `conv_reference`."""
-    _, length, channels = conv_states.shape
-    if out.shape != (line_indices.shape[0], width - 1, channels) or not conv_states.is_contiguous():
-        raise BadInputError(
-            f"out must be [{line_indices.shape[0]}, {width - 1}, {channels}], conv_states contiguous"
-        )
-    columns = length - width + 2
-    (kernel or CONV_KERNELS[arm])[(line_indices.shape[0],)](
-        conv_states, line_indices, num_accepted, out, conv_states.stride(0), C=columns, W=width, D=channels
-    )
+    tensors = (query, key, value, gate, beta, out, states, state_indices, num_accepted)
+    grid, row_stride = (requests, values // block), state_indices.stride(0)
+    (kernel or KERNELS[arm])[grid](*tensors, row_stride, tokens, C=columns, V=values, D=width, BV=block)

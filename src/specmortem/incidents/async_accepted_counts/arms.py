@@ -24,7 +24,6 @@ from specmortem import upstream
 from specmortem.detect import staging
 from specmortem.device import Device, HostBuffer, Observer, Op, Region, Stream
 from specmortem.errors import BadInputError
-from specmortem.incidents.async_accepted_counts import causal_conv_update
 from specmortem.incidents.async_accepted_counts.engine import word_model
 from specmortem.incidents.async_accepted_counts.engine.accepted_counts import COPY
 from specmortem.incidents.async_accepted_counts.engine.async_runner import (
@@ -59,7 +58,7 @@ from specmortem.incidents.async_accepted_counts.engine.transition import (
     tally,
 )
 from specmortem.incidents.async_accepted_counts.engine.word_model import WINDOW
-from specmortem.kernels import Backend, gated_delta_state
+from specmortem.kernels import Backend, causal_conv_update, gated_delta_state
 from specmortem.kernels.released_lookups import PLATFORM, gating_inputs
 from specmortem.upstream.vllm_files import CONV, GATING
 
@@ -629,7 +628,7 @@ def _both_kernels(
     lines, ones = indices[:, 0].contiguous(), x.new_ones(x.shape[:2])
     if run == "triton":
         mixed, out = torch.empty_like(x), torch.empty_like(x)
-        causal_conv_update.launch(x, weight, conv, lines, counts, mixed)
+        causal_conv_update.launch("after", x, weight, conv, lines, counts, mixed)
         gated_delta_state.launch("after", mixed, mixed, x, 0 * ones, ones, out, states, indices, counts)
         return out
     mixed = causal_conv_update.reference(x, weight, conv, lines, counts)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import cached_property, lru_cache, partial
 from types import CodeType, MethodType, SimpleNamespace
-from typing import Any, NamedTuple, NoReturn, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from specmortem.incidents.async_accepted_counts.engine.copy_completion import (
 )
 from specmortem.incidents.async_accepted_counts.engine.policies import Mode
 from specmortem.incidents.async_accepted_counts.engine.transition import CountsUsed, StepRow, Transition
+from specmortem.upstream.stand_ins import Placeholder
 from specmortem.upstream.vllm_files import ATTENTION_UTILS, BATCH, CACHE, CACHE_MODES, MAMBA, RUNNER, UTILS
 
 RUNNER_CLASS = "GPUModelRunner"
@@ -107,24 +108,20 @@ class _Stub:
         self.__dict__.update(fields)
 
 
-def _stub(name: str) -> Any:
-    """For a class one that can be made and asked `isinstance`; for a function one that refuses to be called."""
+def _stand_in(name: str) -> Any:
+    """For a class one that can be made and asked `isinstance`; for anything else one that refuses to be used."""
     if name.lstrip("_")[:1].isupper():
         return type(name, (_Stub,), {})
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise UnfitError(f"{name} of another vLLM file is called, which the probe does not lift")
-
-    return refuse
+    return Placeholder(name, "it is of another vLLM file")
 
 
 def stand_ins(tree: upstream.Tree, paths: Sequence[str], lifted: Sequence[str] = ()) -> dict[str, Any]:
-    """A stub for every vLLM name that the files import, but for those to be lifted."""
+    """A stand-in for every vLLM name that the files import, but for those to be lifted."""
     given: dict[str, Any] = {}
     for path in tree.fetch(paths).values():
         for node in ast.walk(_parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("vllm")):
-                given |= {n.name: _stub(n.name) for n in node.names if n.name not in lifted}
+                given |= {n.name: _stand_in(n.name) for n in node.names if n.name not in lifted}
     return given
 
 
@@ -206,30 +203,21 @@ class RunnerCode:
         return mode in get_args(upstream.lift(self.tree, CACHE, CACHE_MODES).function)
 
     @cached_property
-    def _class(self) -> ast.ClassDef:
-        module = _parsed(self.tree.fetch([RUNNER])[RUNNER].read_text(encoding="utf-8"))
-        found = [n for n in module.body if isinstance(n, ast.ClassDef) and n.name == RUNNER_CLASS]
-        if not found:
-            raise upstream.NotPresentError(f"{RUNNER_CLASS} in {RUNNER}")
-        return found[0]
-
-    def _definition(self, name: str) -> ast.FunctionDef | None:
-        return next((n for n in self._class.body if isinstance(n, ast.FunctionDef) and n.name == name), None)
+    def _definitions(self) -> dict[str, ast.FunctionDef]:
+        """The methods of the runner's class."""
+        runner: Any = upstream.definition(self.tree, RUNNER, RUNNER_CLASS)
+        return {node.name: node for node in runner.body if isinstance(node, ast.FunctionDef)}
 
     def method(self, name: str) -> Any:
         """A method of the runner as a function; None when its class has none of that name."""
-        if name not in self._methods:
-            if self._definition(name) is None:
-                return None
-            path = f"{RUNNER_CLASS}.{name}"
-            self._methods[name] = self._noted(
-                upstream.lift_method(self.tree, RUNNER, path, provide=self.given)
-            )
-        return self._methods[name]
+        if name not in self._methods and name in self._definitions:
+            lifted = upstream.lift_method(self.tree, RUNNER, f"{RUNNER_CLASS}.{name}", provide=self.given)
+            self._methods[name] = self._noted(lifted)
+        return self._methods.get(name)
 
     def initial(self, name: str) -> ast.expr | None:
         """What the runner's own `__init__` assigns to an attribute."""
-        for node in ast.walk(self._definition("__init__") or ast.Module([], [])):
+        for node in ast.walk(self._definitions.get("__init__", ast.Module([], []))):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             value = getattr(node, "value", None)
             if any(isinstance(t, ast.Attribute) and t.attr == name for t in targets) and value is not None:
@@ -239,7 +227,7 @@ class RunnerCode:
     @cached_property
     def around(self) -> Around:
         """Statements of `execute_model` that touch accepted counts."""
-        node = self._definition("execute_model")
+        node = self._definitions.get("execute_model")
         if node is None:
             raise upstream.NotPresentError(f"{RUNNER_CLASS}.execute_model in {RUNNER}")
         calls = [_line_of_call(node, name) for name in ("_update_states", "_prepare_inputs")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -99,19 +99,17 @@ def _account(end: ArmResult, cell: Cell) -> Row:
 def completion_rows(transitions: int, seed: int) -> list[Row]:
     """Every completion of the copy among the row moves of random transitions, enumerated on the simulated device."""
     asked = {"transitions": transitions, "seed": seed}
-    cells = [
-        Cell(
-            CAUSE_OF[mode],
-            f"landing-{mode}",
-            NAMES.get(arm, arm),
-            arms.copy_completions,
-            {"arm": arm, "mode": mode, **asked},
-            seed,
-        )
-        for mode, tried in TRIED.items()
-        for arm in tried
-    ]
+    tried = [(mode, arm) for mode, policies in TRIED.items() for arm in policies]
+    cells = [_cell("landing", mode, arm, arms.copy_completions, asked, seed) for mode, arm in tried]
     return study.grid(cells, study.counted("interleavings"))
+
+
+def _cell(
+    name: str, mode: str, arm: str, target: Callable[..., Any], asked: Mapping[str, Any], *options: Any
+) -> Cell:
+    """A policy in a mode; `options` are seed, device and time limit."""
+    kwargs = {"arm": arm, "mode": mode, **asked}
+    return Cell(CAUSE_OF[mode], f"{name}-{mode}", NAMES.get(arm, arm), target, kwargs, *options)
 
 
 def completion_table(rows: Iterable[Row], mode: str) -> pd.DataFrame:
@@ -155,13 +153,8 @@ def _move_row(kind: str, found: Mapping[str, int], seed: int) -> Row:
 
 def detector_rows() -> list[Row]:
     """What the staging detector says of each policy; a fault is a race that it reports."""
-    tried = {"none": ("before", "after"), "align": (*SHAPES, "after")}
-    cells = [
-        Cell(CAUSE_OF[mode], f"staging-detector-{mode}", arm, arms.races, {"arm": arm, "mode": mode})
-        for mode, policies in tried.items()
-        for arm in policies
-    ]
-    return study.grid(cells, _detected)
+    tried = [("none", "before"), ("none", "after"), *(("align", arm) for arm in TRIED["align"])]
+    return study.grid([_cell("staging-detector", *one, arms.races, {}) for one in tried], _detected)
 
 
 def _detected(end: ArmResult, cell: Cell) -> Row:
@@ -261,23 +254,19 @@ def random_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
     The bound is over steps: the transitions of one step share their timing.
     """
     fewer = max(transitions // 10, min(transitions, 20_000))
-    tried = (
-        *(("none", "before", fewer), ("none", "after", transitions)),
-        *(("align", "before", fewer), ("align", "after", fewer)),
-    )
-    asked = {"device": device, "seed": seed}
+    lengths = {("none", "before"): fewer, ("none", "after"): transitions}
+    lengths |= {("align", "before"): fewer, ("align", "after"): fewer}
     cells = [
-        Cell(
-            CAUSE_OF[mode],
-            f"random-delays-{mode}",
-            arm,
+        _cell(
+            "random-delays",
+            *one,
             arms.transitions,
-            {"arm": arm, "mode": mode, "n": n, **asked},
+            {"n": n, "device": device, "seed": seed},
             seed,
             device,
-            timeout_s=600,
+            600,
         )
-        for mode, arm, n in tried
+        for one, n in lengths.items()
     ]
     return study.grid(cells, _bounded)
 
@@ -407,23 +396,21 @@ def review_table(rows: Sequence[Row]) -> pd.DataFrame:
     by_token, by_request = (shapes[arm]["shapes"]["num_accepted"][0] for arm in ("before", "after"))
     kept, align = found[NONE, "landing-none", "after-as-released"], found[ALIGN, "landing-align", "before"]
     steady = found[NONE, "random-delays-none", "after"]
+    sizes = f"{by_token} rows by tokens, {by_request} by requests; {by_token - by_request} rows are nobody's"
+    reused = f"ones for all rows, with the copy still in flight, are wrong in {_rate(kept)} landings"
     answers = {
-        "rows": f"{shapes['requests']} requests have {by_token} rows by tokens, {by_request} by requests; "
-        f"{by_token - by_request} rows are nobody's",
-        "all": _in_mode_all(rows),
-        "reuse": f"yes: ones for all rows, with the copy still in flight, are wrong in {_rate(kept)} landings",
-        "correction": f"yes, for rows that had drafts; wrong rows: {_rate(steady)}",
-        "align": f"left as it was, and wrong: {_rate(align)} landings",
-    }
-    shown_by = {
-        "rows": "consumers-72",
-        "all": f"{NONE}, released",
-        "reuse": "landing-none, after-as-released",
-        "correction": "random-delays-none, after",
-        "align": "landing-align, before",
+        "rows": (f"{shapes['requests']} requests have {sizes}", "consumers-72"),
+        "all": (_in_mode_all(rows), f"{NONE}, released"),
+        "reuse": (f"yes: {reused}", "landing-none, after-as-released"),
+        "correction": (
+            f"yes, for rows that had drafts; wrong rows: {_rate(steady)}",
+            "random-delays-none, after",
+        ),
+        "align": (f"left as it was, and wrong: {_rate(align)} landings", "landing-align, before"),
     }
     return pd.DataFrame(
-        {"question": QUESTIONS[key], "answer": answers[key], "rows": shown_by[key]} for key in QUESTIONS
+        {"question": question, "answer": answers[key][0], "rows": answers[key][1]}
+        for key, question in QUESTIONS.items()
     )
 
 
@@ -487,20 +474,12 @@ def exposure_table(rows: Iterable[Row], defaults: Mapping[str, Any]) -> pd.DataF
     outcomes = {(row.cause, row.subject.removeprefix("vllm==")): row.outcome for row in rows}
     lines = []
     for one in defaults["rows"]:
-        mode = "align" if one["prefix_caching_of_hybrids"] else "none"
-        outcome = outcomes.get((CAUSE_OF[mode], one["release"]))
-        if outcome is None:
-            continue
-        lines.append(
-            {
-                "release": one["release"],
-                "prefix caching": "on" if mode == "align" else "off",
-                "mode": mode,
-                "runner": one["runner"],
-                "by default": outcome if one["runner"] == "V1" else "not this runner",
-                "read in": ", ".join(one["sources"]),
-            }
-        )
+        caching = one["prefix_caching_of_hybrids"]
+        if (outcome := outcomes.get((ALIGN if caching else NONE, one["release"]))) is not None:
+            line = {"release": one["release"], "prefix caching": "on" if caching else "off"}
+            line |= {"mode": "align" if caching else "none", "runner": one["runner"]}
+            line["by default"] = outcome if one["runner"] == "V1" else "not this runner"
+            lines.append(line | {"read in": ", ".join(one["sources"])})
     return pd.DataFrame(lines)
 
 

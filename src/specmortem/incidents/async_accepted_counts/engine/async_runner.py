@@ -8,7 +8,7 @@ The runner keeps a step's tokens, drafts and counts on the device, and gathers t
 before. What crosses to the host and back is the accepted count, the way its policy says.
 
 State blocks: mode none has 1 + K blocks a request, and so has `all` here, whose counts go the same way. In mode align
-the state lies in the running column of the request's blocks and the K behind it; when the running column moves, the
+the state lies in the running column of the request's blocks and the K after it; when the running column moves, the
 host starts a copy, from the block that its accepted count names (`preprocess_mamba`,
 vllm/v1/worker/mamba_utils.py:640-703 in 0.23.0). There is no prefix cache, so nothing is copied after a step.
 """

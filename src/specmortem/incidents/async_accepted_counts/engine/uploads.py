@@ -1,8 +1,8 @@
 """A step's inputs on their way to the device: pinned buffers, device tensors, and the event after which to write again.
 
-The event is recorded behind the uploads of a step and ahead of its forward, and waited for before the next step's host
+The event is recorded after the uploads of a step and ahead of its forward, and waited for before the next step's host
 work (vLLM: `synchronize_input_prep`, vllm/v1/worker/gpu_model_runner.py:4044 in 0.23.0). So the host runs at most one
-step ahead. It says nothing about what the device does behind it: the counts of that step come later.
+step ahead. It says nothing about what the device does after it: the counts of that step come later.
 """
 
 from __future__ import annotations

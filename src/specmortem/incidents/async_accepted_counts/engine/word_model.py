@@ -23,8 +23,7 @@ import torch
 
 from specmortem.device import Device
 from specmortem.errors import BadInputError
-from specmortem.incidents.async_accepted_counts import causal_conv_update
-from specmortem.kernels import Backend, gated_delta_state
+from specmortem.kernels import Backend, causal_conv_update, gated_delta_state
 
 VOCAB = 256
 DIM = 256  # of a context: cosines, then sines
@@ -126,7 +125,7 @@ class WordModel:
         lines = blocks[:, 0].contiguous()
         if self.run == "triton":
             mixed, out = torch.empty_like(x), torch.empty_like(value)
-            causal_conv_update.launch(x, self.weight, self.conv, lines, counts, mixed)
+            causal_conv_update.launch("after", x, self.weight, self.conv, lines, counts, mixed)
             key, query = _contexts(mixed)
             gated_delta_state.launch("after", query, key, value, gate, beta, out, self.memory, blocks, counts)
         else:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from specmortem.detect import bounds
 from specmortem.errors import BadInputError
-from specmortem.incidents.async_accepted_counts import causal_conv_update as conv
+from specmortem.kernels import causal_conv_update as conv
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 N, D, W, K = 3, 8, 4, 3
@@ -19,14 +19,14 @@ def inputs(tokens, seed=0):
     return rand(N, tokens, D), rand(W, D), rand(N + 1, L, D)
 
 
-def both(accepted, tokens=1 + K, lines=(1, 2, 3), launch=conv.launch):
+def both(accepted, tokens=1 + K, lines=(1, 2, 3), launch=conv.launch, arm="after"):
     x, weight, pool = inputs(tokens)
     owner = torch.tensor(lines, dtype=torch.int32)
     counts = torch.tensor(accepted, dtype=torch.int32)
     mine, out = pool.clone(), torch.full_like(x, float("nan"))
     with bounds.watch() as watch:
         watch.blocks(mine, [-1, 0, 1, 2], of=bounds.program(0), name="conv_states")
-        launch(x, weight, mine, owner, counts, out)
+        launch(arm, x, weight, mine, owner, counts, out)
     want = conv.reference(x, weight, pool, owner, counts)
     return out, want, mine, pool, watch.reports
 
@@ -42,6 +42,19 @@ def test_kernel_equals_the_reference(accepted, tokens, lines):
     assert reports == []
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(mine, pool)
+
+
+@pytest.mark.parametrize("accepted", [[1, 2, 4], [4, 4, 1]])
+def test_before_equals_the_reference_for_counts_in_range(accepted):
+    out, want, mine, pool, reports = both(accepted, arm="before")
+    assert reports == []
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mine, pool)
+
+
+@pytest.mark.parametrize("accepted", [[1, 0, 1], [1, 1, 5]])
+def test_before_reads_a_neighbours_line(accepted):
+    assert both(accepted, arm="before")[4] != []
 
 
 @pytest.mark.parametrize("accepted", [1, 2, 3, 4])
@@ -78,10 +91,12 @@ def test_shapes_that_do_not_fit_are_refused():
     x, weight, pool = inputs(1 + K)
     rows = torch.ones(N, dtype=torch.int32)
     with pytest.raises(BadInputError, match="channels"):
-        conv.launch(x, weight[:, :4], pool, rows, rows, torch.empty_like(x))
+        conv.launch("after", x, weight[:, :4], pool, rows, rows, torch.empty_like(x))
     with pytest.raises(BadInputError, match="a line of 5 holds 3 tokens"):
-        conv.launch(x, weight, pool[:, :5].contiguous(), rows, rows, torch.empty_like(x))
+        conv.launch("after", x, weight, pool[:, :5].contiguous(), rows, rows, torch.empty_like(x))
     with pytest.raises(BadInputError, match="as many lines"):
-        conv.launch(x, weight, pool, rows[:1], rows, torch.empty_like(x))
+        conv.launch("after", x, weight, pool, rows[:1], rows, torch.empty_like(x))
     with pytest.raises(BadInputError, match="contiguous"):
-        conv.launch(x, weight, pool, torch.ones(2 * N, dtype=torch.int32)[::2], rows, torch.empty_like(x))
+        conv.launch(
+            "after", x, weight, pool, torch.ones(2 * N, dtype=torch.int32)[::2], rows, torch.empty_like(x)
+        )

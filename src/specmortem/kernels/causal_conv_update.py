@@ -6,8 +6,8 @@ next step needs, whatever it will have accepted (`_causal_conv1d_update_kernel`,
 vllm/model_executor/layers/mamba/ops/causal_conv1d.py:749 in 0.23.0).
 
 A count of K + 1 or less finds a window inside the line, right or not: with another row's count it holds tokens that
-this request never had. A count outside gives zeros here and leaves the line alone; the released kernel has no such
-guard (`gated_delta_state.conv_window_before` shows what it reads).
+this request never had. `before` trusts the count, as the released kernel does: 0 starts in the line before, K + 2 ends
+in the one after. `after` gives zeros for a count outside and leaves the line alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specmortem._interpreter import mend
 from specmortem.errors import BadInputError
-
-mend()
+from specmortem.kernels import Arm
 
 
 def reference(
@@ -29,7 +27,7 @@ def reference(
     lines: torch.Tensor,  # int32 [N], 0 is nobody's
     num_accepted: torch.Tensor,  # int32 [N]
 ) -> torch.Tensor:
-    """Outputs float32 [N, T, D]; zeros for a row without a line or with a count out of range."""
+    """Outputs float32 [N, T, D]; zeros without a line or with a count out of range; the contract of `after`."""
     requests, tokens, _ = x.shape
     width, length = weight.shape[0], conv_states.shape[1]
     out = torch.zeros_like(x)
@@ -44,24 +42,23 @@ def reference(
 
 
 @triton.jit
-def causal_conv_update_kernel(
+def _convolve(
     x,
     weight,
     conv_states,
-    lines,
-    num_accepted,
     out,
+    line,
+    offset,
+    in_line,
     T,
     L: tl.constexpr,
     W: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
 ):
+    """Outputs of a request, its window `offset` tokens into its line; then the line as the next step needs it."""
     request = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
-    line = tl.load(lines + request).to(tl.int64)
-    offset = tl.load(num_accepted + request).to(tl.int64) - 1
-    in_line = (line > 0) & (offset >= 0) & (offset <= L - W + 1)  # guard: accepted count
     base = conv_states + line * L * D + d
     tokens = x + request * T * D + d
     for t in range(T):
@@ -82,7 +79,51 @@ def causal_conv_update_kernel(
         tl.store(base + (W - 2 + t) * D, token, mask=in_line & (d < D))
 
 
+@triton.jit
+def causal_conv_before(
+    x,
+    weight,
+    conv_states,
+    lines,
+    num_accepted,
+    out,
+    T,
+    L: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+):
+    line = tl.load(lines + tl.program_id(0)).to(tl.int64)
+    offset = tl.load(num_accepted + tl.program_id(0)).to(tl.int64) - 1
+    in_line = line > 0
+    _convolve(x, weight, conv_states, out, line, offset, in_line, T, L, W, D, BD)
+
+
+@triton.jit
+def causal_conv_after(
+    x,
+    weight,
+    conv_states,
+    lines,
+    num_accepted,
+    out,
+    T,
+    L: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+):
+    line = tl.load(lines + tl.program_id(0)).to(tl.int64)
+    offset = tl.load(num_accepted + tl.program_id(0)).to(tl.int64) - 1
+    in_line = (line > 0) & (offset >= 0) & (offset <= L - W + 1)  # guard: accepted count
+    _convolve(x, weight, conv_states, out, line, offset, in_line, T, L, W, D, BD)
+
+
+KERNELS = {"before": causal_conv_before, "after": causal_conv_after}
+
+
 def launch(
+    arm: Arm,
     x: torch.Tensor,
     weight: torch.Tensor,
     conv_states: torch.Tensor,
@@ -106,19 +147,8 @@ def launch(
         )
     if lines.shape[0] < requests or num_accepted.shape[0] < requests:
         raise BadInputError(f"{requests} requests need as many lines and counts")
-    if not all(t.is_contiguous() for t in (x, weight, conv_states, lines, num_accepted, out)):
+    tensors = (x, weight, conv_states, lines, num_accepted, out)
+    if not all(t.is_contiguous() for t in tensors):
         raise BadInputError("causal_conv_update.launch needs contiguous tensors")
     block = min(channels, 128)
-    causal_conv_update_kernel[(requests, channels // block)](
-        x,
-        weight,
-        conv_states,
-        lines,
-        num_accepted,
-        out,
-        tokens,
-        L=length,
-        W=width,
-        D=channels,
-        BD=block,
-    )
+    KERNELS[arm][(requests, channels // block)](*tensors, tokens, L=length, W=width, D=channels, BD=block)
