@@ -22,7 +22,7 @@ from specmortem.detect import bounds
 from specmortem.incident import probe_of
 from specmortem.incidents.dflash_oob import kernels as dflash_inputs
 from specmortem.incidents.dflash_oob.kernels import Arm, DFlashBatch, DFlashInputs
-from specmortem.kernels import gated_delta_state, recovered_token
+from specmortem.kernels import causal_conv_update, gated_delta_state, recovered_token
 from specmortem.kernels.released_lookups import PLATFORM, gating_inputs
 from specmortem.upstream.vllm_files import CONV, GATING, REJECTION, UTILS, V1, V2, V2_SPECULATOR
 from specmortem.verdict import Evidence, Verdict
@@ -457,8 +457,8 @@ def _conv_watched(
 
 
 def _own_conv(arm: Arm, pool: torch.Tensor, accepted: torch.Tensor) -> None:
-    out = torch.zeros(3, WIDTH - 1, CHANNELS)
-    gated_delta_state.conv_launch(arm, pool, _counts([1, 2, 3]), accepted, out, WIDTH)
+    x, weight = torch.rand(3, K + 1, CHANNELS), torch.rand(WIDTH, CHANNELS)
+    causal_conv_update.launch(arm, x, weight, pool, _counts([1, 2, 3]), accepted, torch.zeros_like(x))
 
 
 def _released_conv(update: Any, pool: torch.Tensor, accepted: torch.Tensor) -> None:
