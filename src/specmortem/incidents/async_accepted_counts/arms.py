@@ -58,7 +58,7 @@ from specmortem.incidents.async_accepted_counts.engine.transition import (
     tally,
 )
 from specmortem.incidents.async_accepted_counts.engine.word_model import WINDOW
-from specmortem.kernels import Backend, causal_conv_update, gated_delta_state
+from specmortem.kernels import Backend
 from specmortem.kernels.released_lookups import PLATFORM, gating_inputs
 from specmortem.upstream.vllm_files import CONV, GATING
 
@@ -607,32 +607,15 @@ def _with_metadata(
     dev.synchronize()
     size, weight = views.num_accepted.shape[0], rand(word_model.WIDTH, dim)
     x = rand(padded * columns, columns, dim)[:size].contiguous()
-    out = _both_kernels(run, x, weight, conv, states, views)
+    own, counts = views.state_indices.contiguous(), views.num_accepted
+    out = word_model.gated_delta_layer(
+        run, x, x, weight, (conv, states), own, counts, lambda mixed: (mixed, mixed)
+    )
     return {
         "shapes": {name: list(tensor.shape) for name, tensor in views._asdict().items()},
         "rows_of_no_request": size - requests,
         "result": [out[:requests], conv, states],
     }
-
-
-def _both_kernels(
-    run: Backend,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    conv: torch.Tensor,
-    states: torch.Tensor,
-    views: SpecMetadata,
-) -> torch.Tensor:
-    """Outputs of every row; the rows that the kernels leave alone have zeros."""
-    indices, counts = views.state_indices.contiguous(), views.num_accepted
-    lines, ones = indices[:, 0].contiguous(), x.new_ones(x.shape[:2])
-    if run == "triton":
-        mixed, out = torch.empty_like(x), torch.empty_like(x)
-        causal_conv_update.launch("after", x, weight, conv, lines, counts, mixed)
-        gated_delta_state.launch("after", mixed, mixed, x, 0 * ones, ones, out, states, indices, counts)
-        return out
-    mixed = causal_conv_update.reference(x, weight, conv, lines, counts)
-    return gated_delta_state.reference(mixed, mixed, x, 0 * ones, ones, states, indices, counts)
 
 
 def released_consumers(subject: str, requests: int = 3, padded: int = 4) -> dict[str, Any]:

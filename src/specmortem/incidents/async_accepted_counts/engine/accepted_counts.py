@@ -1,15 +1,11 @@
 """Accepted counts between two steps: where the copy of step N completes, and what rows of step N + 1 start from.
 
-The counts lie on the device in the row order of step N. Speculative recurrent states are looked up by them in step
-N + 1, whose rows the host has moved since. A policy, one of the functions in `fix` and `policies`, says how they get
-there:
+A policy, one of the functions in `fix` and `policies`, says how counts get from the device to the next step's rows.
 
-- `before` (up to 0.23.0): a non-blocking copy into `InputBatch.num_accepted`, which the host's row moves read and write
-  meanwhile; then the host waits for the copy, gathers through the previous rows, and uploads (vLLM
-  v1/worker/gpu_model_runner.py:1536-1540 and 2021-2042 in 0.23.0). The wait orders the copy before the *read*. It
-  orders nothing between the copy and the row moves: the copy is complete, the memory is not its own.
-- `after` (0.24.0, modes none and all): the host's count is not asked for. Every row starts from 1, and the correction
-  kernel gives rows that had drafts their count; a row without previous drafts has accepted exactly 1.
+- `before` (up to 0.23.0): vLLM v1/worker/gpu_model_runner.py:1536-1540 and 2021-2042 in 0.23.0. The wait orders the
+  copy before the *read*. It orders nothing between the copy and the row moves.
+- `after` (0.24.0, modes none and all): the host's count is not asked for; the correction kernel gives rows that had
+  drafts their count, and a row without previous drafts has accepted exactly 1.
 - In mode align the host needs the counts, for the offset of a state copy, and uploads its own over the corrected ones
   (4178-4185 in 0.23.0; 4069-4076 in 0.33.0, where the copy and the gather are as in `before`). Here `after` is
   `private-target`; `ALIGN_SHAPES` has the four changes that were proposed or suggest themselves.

@@ -17,7 +17,7 @@ import torch
 
 from specmortem.device import Device
 from specmortem.incidents.async_accepted_counts.engine.accepted_counts import AcceptedCounts
-from specmortem.incidents.async_accepted_counts.engine.input_batch import InputBatch, NewRequest, Rows
+from specmortem.incidents.async_accepted_counts.engine.input_batch import InputBatch, NewRequest, RowPair
 from specmortem.incidents.async_accepted_counts.engine.policies import Mode, Policy, Scheduling
 from specmortem.incidents.async_accepted_counts.engine.uploads import Uploads
 from specmortem.kernels import Backend
@@ -103,7 +103,7 @@ class CountLoop:
         self.sampled = device.full((shape[0] * shape[1], columns), -1, torch.int32, name="sampled")
         self.wrong = device.zeros((3,), torch.int64, name="wrong counts")
         self.counts_used = device.zeros(shape, torch.int32, name="counts of the step")
-        self.moved: tuple[list[Rows], list[Rows]] = ([], [])
+        self.moved: tuple[list[RowPair], list[RowPair]] = ([], [])
         self.seen = [0, 0, 0]
         self._drafted: dict[int, int] = {}  # drafts of each row of the latest step, by request
         device.synchronize()

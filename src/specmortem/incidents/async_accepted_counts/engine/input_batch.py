@@ -24,7 +24,7 @@ from specmortem.errors import BadInputError
 
 NEW = -1
 Array = npt.NDArray[np.int32]
-Rows = tuple[int, int]  # from, to; or one, other
+RowPair = tuple[int, int]  # from, to; or one, other
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class InputBatch:
         self._holes = sorted([*self._holes, row])
         return row
 
-    def condense(self) -> list[Rows]:
+    def condense(self) -> list[RowPair]:
         """Move the last rows down into the holes; gives (from, to) of each. The source rows keep their content."""
         moves = []
         self._drop_last_holes()
@@ -166,7 +166,7 @@ class InputBatch:
         new_requests: Iterable[NewRequest],
         region: Callable[[int], int],
         before_reorder: Callable[[], object],
-    ) -> tuple[list[Rows], list[Rows]]:
+    ) -> tuple[list[RowPair], list[RowPair]]:
         """A step's moves, all four in vLLM's order; gives the pairs of rows condensed and swapped."""
         for req_id in finished_req_ids:
             self.remove_request(req_id)
@@ -176,7 +176,7 @@ class InputBatch:
         before_reorder()
         return condensed, self.reorder(region)
 
-    def reorder(self, region: Callable[[int], int]) -> list[Rows]:
+    def reorder(self, region: Callable[[int], int]) -> list[RowPair]:
         """Swap rows until the regions of their requests ascend; gives the swaps. Rows that are right stay.
 
         Each swap brings the request of its first row to its second, which is its place; the first row is swapped

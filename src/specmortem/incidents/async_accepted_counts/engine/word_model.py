@@ -16,7 +16,7 @@ other. So a state that is not the request's own still recalls something: what fo
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,6 +96,34 @@ class StateCopy(NamedTuple):
     shift: int
 
 
+Split = Callable[
+    [torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]  # of convolved inputs into keys and queries
+
+
+def gated_delta_layer(
+    run: Backend,
+    x: torch.Tensor,  # float32 [N, T, D]
+    value: torch.Tensor,  # float32 [N, T, V]
+    weight: torch.Tensor,  # float32 [W, D]
+    states: tuple[torch.Tensor, torch.Tensor],  # float32 [P, W - 1 + K, D] and [P, V, D], updated in place
+    blocks: torch.Tensor,  # int32 [N, 1 + K]
+    counts: torch.Tensor,  # int32 [N]
+    split: Split,
+) -> torch.Tensor:
+    """The convolution, then the delta rule without decay: outputs float32 [N, T, V]."""
+    conv, memory = states
+    lines, ones = blocks[:, 0].contiguous(), x.new_ones(x.shape[:2])
+    if run == "plain":
+        key, query = split(causal_conv_update.reference(x, weight, conv, lines, counts))
+        return gated_delta_state.reference(query, key, value, 0 * ones, ones, memory, blocks, counts)
+    mixed, out = torch.empty_like(x), torch.empty_like(value)
+    causal_conv_update.launch("after", x, weight, conv, lines, counts, mixed)
+    key, query = split(mixed)
+    gated_delta_state.launch("after", query, key, value, 0 * ones, ones, out, memory, blocks, counts)
+    return out
+
+
 class WordModel:
     """Weights, and the states of all requests: `conv` [P, WINDOW + K, DIM], `memory` [P, V, DIM], block 0 nobody's.
 
@@ -119,19 +147,9 @@ class WordModel:
 
     def decode(self, tokens: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Next words int64 [N, T] after tokens int32 [N, T]; blocks int32 [N, 1 + K], counts int32 [N]."""
-        x = self.embedding[tokens.long()]
-        value = _one_hot(tokens)
-        gate, beta = x.new_zeros(tokens.shape), x.new_ones(tokens.shape)
-        lines = blocks[:, 0].contiguous()
-        if self.run == "triton":
-            mixed, out = torch.empty_like(x), torch.empty_like(value)
-            causal_conv_update.launch("after", x, self.weight, self.conv, lines, counts, mixed)
-            key, query = _contexts(mixed)
-            gated_delta_state.launch("after", query, key, value, gate, beta, out, self.memory, blocks, counts)
-        else:
-            mixed = causal_conv_update.reference(x, self.weight, self.conv, lines, counts)
-            key, query = _contexts(mixed)
-            out = gated_delta_state.reference(query, key, value, gate, beta, self.memory, blocks, counts)
+        x, value = self.embedding[tokens.long()], _one_hot(tokens)
+        states = (self.conv, self.memory)
+        out = gated_delta_layer(self.run, x, value, self.weight, states, blocks, counts, _contexts)
         return (out + self.bias).argmax(dim=-1)
 
     def prefill(self, tokens: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
