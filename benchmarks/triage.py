@@ -154,7 +154,7 @@ def fit(reports: list[Report], equal: bool) -> Settings:
     return best
 
 
-def _fires(rule: rules.Rule, reports: list[Report]) -> bool:
+def _fires(rule: rules.TriageRule, reports: list[Report]) -> bool:
     return any(all(c.evidence(r.book) is not None for c in rule.when) for r in reports)
 
 

@@ -127,7 +127,7 @@ def test_probe_json_is_nothing_but_json(probes):
 def test_an_unknown_cause_lists_the_known_ones(probes):
     result = invoke("probe", "other")
     assert result.exit_code == 2
-    assert result.stderr == "specmortem: error: no cause 'other'; known: past-end\n"
+    assert result.stderr == "specmortem: error: unknown cause 'other'; known causes: past-end\n"
 
 
 def test_doctor_prints_every_check_and_passes_when_the_required_ones_do(monkeypatch):

@@ -32,7 +32,7 @@ WORD_STYLE: Mapping[str, str] = {
 }
 
 
-class _Group(click.Group):
+class _Commands(click.Group):
     """Errors of this package become one line and exit code 2, Ctrl-C one line and 130."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -46,7 +46,7 @@ class _Group(click.Group):
             ctx.exit(INTERRUPTED)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="specmortem")
 def main() -> None:
     """Executable postmortems of speculative-decoding incidents in vLLM."""

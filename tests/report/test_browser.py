@@ -13,7 +13,7 @@ from report import toy_repository as toy
 
 from specmortem import facts as fact_files
 from specmortem.report import html
-from specmortem.report.html import Run
+from specmortem.report.html import RunRecord
 from specmortem.report.summary import summarize
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -36,7 +36,7 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )
 COMMITTED = sorted(Path(__file__).parents[2].glob("investigations/*/runs/*/postmortem.html"))
-RUN = Run("toy", "passed", "2026-01-02 03:04 UTC")
+RUN = RunRecord("toy", "passed", "2026-01-02 03:04 UTC")
 
 
 def open_page(page: Path, scratch: Path, *flags: str) -> subprocess.CompletedProcess[str]:

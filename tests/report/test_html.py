@@ -8,10 +8,10 @@ from report import toy_repository as toy
 from specmortem import facts as fact_files
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.report import html
-from specmortem.report.html import Run, check_self_contained
+from specmortem.report.html import RunRecord, check_self_contained
 from specmortem.verdict import DeviceInfo, Evidence, Results, Row
 
-RUN = Run("toy", "passed", "2026-01-02 03:04 UTC")
+RUN = RunRecord("toy", "passed", "2026-01-02 03:04 UTC")
 SVG = (
     '<?xml version="1.0"?>\n<!DOCTYPE svg PUBLIC "-//W3C//DTD SVG 1.1//EN" "http://www.w3.org/svg11.dtd">\n'
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><title>Row 1 &amp; its owner</title>'
@@ -105,7 +105,7 @@ def test_the_contents_link_to_the_sections(facts):
 
 
 def test_a_run_without_results_says_so(facts):
-    text = page(facts, Run("toy", "could-not-run", "today", "the <kernel> died"))
+    text = page(facts, RunRecord("toy", "could-not-run", "today", "the <kernel> died"))
     assert "This run did not finish." in text
     assert "the &lt;kernel&gt; died" in text
     assert "This run left no results." in text

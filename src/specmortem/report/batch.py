@@ -24,7 +24,7 @@ from specmortem import facts as fact_files
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
 from specmortem.facts import Facts
 from specmortem.report import html
-from specmortem.report.html import EXECUTED, INDEX, OVERVIEW, PAGE, RESULTS, Run, Status
+from specmortem.report.html import EXECUTED, INDEX, OVERVIEW, PAGE, RESULTS, RunRecord, Status
 from specmortem.report.kernel import execute
 from specmortem.report.parameters import chosen_parameters, declared_parameters
 from specmortem.report.summary import broken_expectations, summarize
@@ -97,7 +97,7 @@ def write_index(out: Path, root: Path) -> Path:
     """List every postmortem that lies in `out`."""
     entries = []
     for executed in sorted(out.glob(f"*/{EXECUTED}"), key=lambda path: (path.parent.name != OVERVIEW, path)):
-        run = Run.of(html.read_notebook(executed), executed)
+        run = RunRecord.of(html.read_notebook(executed), executed)
         results = executed.with_name(RESULTS)
         loaded = Results.load(results) if results.exists() else None
         incident = None if run.slug == OVERVIEW else fact_files.load(run.slug, root)
@@ -143,7 +143,7 @@ def _run_job(job: _Job, out: Path, root: Path, timeout_s: float | None) -> RunRe
             stage = Path(scratch) / "new"
             stage.mkdir()
             status, reason, results = _judge(job, stage, *_execute(job, stage, root, timeout_s))
-            run = _finish(job, stage, root, Run(job.slug, status, _now(), reason), results)
+            run = _finish(job, stage, root, RunRecord(job.slug, status, _now(), reason), results)
             _publish(stage, out / job.slug)
         return RunResult(job.slug, run.status, run.reason, time.monotonic() - start, out / job.slug, results)
     except OSError as error:
@@ -206,7 +206,7 @@ def _load_results(incident: Facts, path: Path) -> Results:
     return results
 
 
-def _finish(job: _Job, stage: Path, root: Path, run: Run, results: Results | None) -> Run:
+def _finish(job: _Job, stage: Path, root: Path, run: RunRecord, results: Results | None) -> RunRecord:
     """Write the executed notebook with its run record, and the page; a run without a page did not finish."""
     executed = stage / EXECUTED
     notebook = html.read_notebook(executed) if executed.exists() else nbformat.v4.new_notebook()

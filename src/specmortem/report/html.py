@@ -24,7 +24,7 @@ from specmortem.report.selfcontained import check_self_contained
 from specmortem.report.summary import Summary, summarize
 from specmortem.verdict import Results, write_atomically
 
-__all__ = ["Run", "check_self_contained", "index_page", "page", "render", "standalone", "summary_html"]
+__all__ = ["RunRecord", "check_self_contained", "index_page", "page", "render", "standalone", "summary_html"]
 
 TEMPLATES = Path(__file__).with_name("template")
 EXECUTED, RESULTS, PAGE, INDEX = "executed.ipynb", "results.json", "postmortem.html", "index.html"
@@ -37,7 +37,7 @@ XML_ONLY = re.compile(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>", re
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """How a notebook run went; kept in the executed notebook's metadata under `specmortem`."""
 
     slug: str
@@ -46,7 +46,7 @@ class Run:
     reason: str = ""
 
     @classmethod
-    def of(cls, notebook: Mapping[str, Any], source: Path) -> Run:
+    def of(cls, notebook: Mapping[str, Any], source: Path) -> RunRecord:
         """The run that left this notebook. Raises BadInputError when it is not from `specmortem run`."""
         try:
             return cls(**notebook["metadata"]["specmortem"])
@@ -63,7 +63,7 @@ def render(executed: Path, out: Path | None = None, root: Path | None = None) ->
     results cannot be used, UnavailableError when they cannot be read or the page cannot be written.
     """
     notebook = read_notebook(executed)
-    run = Run.of(notebook, executed)
+    run = RunRecord.of(notebook, executed)
     incident = None if run.slug == OVERVIEW else fact_files.load(run.slug, root)
     results = executed.with_name(RESULTS)
     loaded = Results.load(results) if results.exists() else None
@@ -99,7 +99,9 @@ def read_notebook(path: Path) -> Any:
         raise BadInputError(f"{path} is not a notebook: {error}") from error
 
 
-def page(notebook: Any, incident: Facts | None, results: Results | None, run: Run, older: str = "") -> str:
+def page(
+    notebook: Any, incident: Facts | None, results: Results | None, run: RunRecord, older: str = ""
+) -> str:
     """The whole page; `older` says what is newer than it.
 
     Raises BadInputError when an output of the notebook would fetch or run something.
@@ -122,7 +124,7 @@ def summary_html(incident: Facts, results: Results | None, date: str = "") -> st
     return str(_template("summary.html.j2").render(summary=summarize(incident, results, date)))
 
 
-def index_page(entries: Iterable[tuple[Run, Summary | None]], title: str = "Postmortems") -> str:
+def index_page(entries: Iterable[tuple[RunRecord, Summary | None]], title: str = "Postmortems") -> str:
     """The page that lists the postmortems of a run."""
     return _self_contained(_template("index.html.j2").render(title=title, entries=list(entries)), INDEX)
 

@@ -41,7 +41,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Cell:
+class SummaryCell:
     """The joint outcome of some rows; `not-run` where there are none, `controls` where only controls ran."""
 
     outcome: str
@@ -64,7 +64,7 @@ class Span:
     """Neighbouring judged releases of one package with the same outcome."""
 
     package: str
-    cell: Cell
+    cell: SummaryCell
     first: str
     last: str
     count: int
@@ -82,10 +82,10 @@ class CauseLine:
     """One line of the verdict table."""
 
     cause: Cause
-    before: Cell
-    after: Cell
+    before: SummaryCell
+    after: SummaryCell
     releases: tuple[Span, ...]
-    others: tuple[tuple[str, Cell], ...]
+    others: tuple[tuple[str, SummaryCell], ...]
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,15 @@ def broken_expectations(incident: Facts, results: Results) -> list[str]:
     return [reason for row in results.rows if (reason := _broken(row, incident, results))]
 
 
-def joint(rows: Iterable[Row]) -> Cell:
+def joint(rows: Iterable[Row]) -> SummaryCell:
     """Rows taken together: one fault is a fault, else one clean is clean."""
     rows = list(rows)
     for outcome in ("fault", "clean", "not-judged"):
         if some := [row for row in rows if row.outcome == outcome]:
-            return Cell(outcome, counted(rows), some[0].evidence.reason if outcome == "not-judged" else "")
-    return Cell("not-run")
+            return SummaryCell(
+                outcome, counted(rows), some[0].evidence.reason if outcome == "not-judged" else ""
+            )
+    return SummaryCell("not-run")
 
 
 def counted(rows: Iterable[Row]) -> tuple[Count, ...]:
@@ -191,9 +193,9 @@ def spans(rows: Iterable[Row]) -> tuple[Span, ...]:
     return tuple(_span(list(group)) for _, group in groups)
 
 
-def _span(entries: list[tuple[str, str, Cell]]) -> Span:
+def _span(entries: list[tuple[str, str, SummaryCell]]) -> Span:
     package, first, cell = entries[0]
-    return Span(package, Cell(cell.outcome, (), cell.reason), first, entries[-1][1], len(entries))
+    return Span(package, SummaryCell(cell.outcome, (), cell.reason), first, entries[-1][1], len(entries))
 
 
 def _line(cause: Cause, rows: list[Row]) -> CauseLine:
@@ -207,11 +209,11 @@ def _line(cause: Cause, rows: list[Row]) -> CauseLine:
     )
 
 
-def _before(rows: list[Row]) -> Cell:
+def _before(rows: list[Row]) -> SummaryCell:
     """The before-arm; a cause that only the controls ran has none, and its rows are told in the page."""
     arm = joint(r for r in rows if (r.subject, r.arm) == ("before", "before"))
     if arm.outcome == "not-run" and any(r.subject == "before" for r in rows):
-        return Cell("controls")
+        return SummaryCell("controls")
     return arm
 
 

@@ -37,13 +37,13 @@ def book(**facts):
     ],
 )
 def test_conditions(text, holds):
-    assert (rules.Condition.of(text).evidence(book(pp="2")) is not None) is holds
+    assert (rules.FactCondition.of(text).evidence(book(pp="2")) is not None) is holds
 
 
 @pytest.mark.parametrize("text", ["", "pp >", "=2", "pp=="])
 def test_a_malformed_condition_is_refused(text):
     with pytest.raises(BadInputError, match="is no condition"):
-        rules.Condition.of(text)
+        rules.FactCondition.of(text)
 
 
 def test_an_unknown_cause_is_refused():

@@ -15,7 +15,7 @@ DIFFERENCES = 2  # of version, GPU, drafter and kind of fault: another incident
 
 
 @dataclass
-class Case:
+class TriageCase:
     """Segments that can be of one incident."""
 
     segments: list[Segment] = field(default_factory=list)
@@ -33,27 +33,27 @@ class Case:
         return f"{first.file}:{first.line}"
 
 
-def split(segments: Iterable[Segment]) -> list[Case]:
+def split(segments: Iterable[Segment]) -> list[TriageCase]:
     """Cases in the order in which they begin; there is always one."""
-    cases: list[Case] = []
-    current: Case | None = None
+    cases: list[TriageCase] = []
+    current: TriageCase | None = None
     for segment in segments:
         if not segment.facts and current is not None:
             continue
         if current is None or not _joins(current, segment):
             current = next((case for case in reversed(cases) if _joins(case, segment)), None)
         if current is None:
-            current = Case()
+            current = TriageCase()
             if len(cases) < MOST_CASES:
                 cases.append(current)
         current.add(segment)
     if not cases:
-        (empty := Case()).add(Segment("", 0))
+        (empty := TriageCase()).add(Segment("", 0))
         return [empty]
     return cases
 
 
-def _joins(case: Case, segment: Segment) -> bool:
+def _joins(case: TriageCase, segment: Segment) -> bool:
     """Whether nothing says that the segment is of another incident."""
     old, new = _identity(case.book), _identity(_book(segment.facts))
     if _differ(old, new, "engine"):

@@ -10,7 +10,7 @@ from specmortem.exposure import Config
 from specmortem.tools.triage import reach
 from specmortem.tools.triage.derived import complete
 from specmortem.tools.triage.facts import Fact, FactBook
-from specmortem.tools.triage.rules import Condition, Experiment, Rules, load
+from specmortem.tools.triage.rules import FactCondition, NextExperiment, Rules, load
 
 Confidence = Literal["high", "medium", "low", "none"]
 NONE, INSUFFICIENT = "none", "insufficient"
@@ -119,7 +119,7 @@ def _reachable(candidate: Candidate, book: FactBook, settings: Config) -> None:
         (candidate.pros if word.weight > 0 else candidate.cons).append(argument)
 
 
-def _holding(conditions: Iterable[Condition], book: FactBook) -> list[Fact] | None:
+def _holding(conditions: Iterable[FactCondition], book: FactBook) -> list[Fact] | None:
     """The facts by which all conditions hold, or None."""
     facts: list[Fact] = []
     for condition in conditions:
@@ -175,7 +175,7 @@ def _next(alive: list[Candidate], book: FactBook, rules: Rules) -> list[Next]:
     return [entry for _, _, entry in sorted(scored, key=lambda s: s[:2])[:EXPERIMENTS]]
 
 
-def _possible(experiment: Experiment, book: FactBook) -> bool:
+def _possible(experiment: NextExperiment, book: FactBook) -> bool:
     done = any(condition.evidence(book) for condition in (*experiment.done, *experiment.unless))
     return not done and all(condition.evidence(book) is not None for condition in experiment.needs)
 

@@ -63,7 +63,7 @@ _TALK_KEYS = {*_MESSAGE_KEYS, "answer", "completion", "content", "messages", "ou
 
 
 @dataclass(frozen=True)
-class Record:
+class LogRecord:
     """One message, with who wrote it and when, as far as its prefix says; `logged` when it had any."""
 
     text: str
@@ -73,12 +73,12 @@ class Record:
     logged: bool = False
 
 
-def records(line: str) -> Iterator[Record]:
+def records(line: str) -> Iterator[LogRecord]:
     """The messages of one line, without their prefixes."""
     line = clean(line[:LONGEST])
     data = _object(line)
     if data.keys() & _ANSWER_KEYS:
-        yield Record(_answer(data))
+        yield LogRecord(_answer(data))
         return
     inner = _messages(data)
     for part in (inner or [line])[:MAX_RECORDS]:
@@ -137,7 +137,7 @@ def _apart(line: str) -> list[str]:
     return [line[a:b] for a, b in zip(edges, edges[1:], strict=False)]
 
 
-def _stripped(line: str) -> Record:
+def _stripped(line: str) -> LogRecord:
     process: list[str] = []
     level = time = ""
     logged = False
@@ -154,4 +154,4 @@ def _stripped(line: str) -> Record:
         time = time or match["stamp"] or match["dmesg"] or match["journal"] or match["when"] or ""
         if not time and (odd := match["glog"] or match["csv"]):
             time = odd.split(",")[0].strip('"') if len(odd) > 1 else ""
-    return Record(line[at:].strip(), " ".join(process), level, time, logged)
+    return LogRecord(line[at:].strip(), " ".join(process), level, time, logged)

@@ -11,7 +11,7 @@ from typing import Any
 from specmortem.tools.triage import controls, sources, symptoms
 from specmortem.tools.triage.engine_re import compile_text, literals
 from specmortem.tools.triage.facts import PROSE, STATED, Fact
-from specmortem.tools.triage.prefixes import Record, records
+from specmortem.tools.triage.prefixes import LogRecord, records
 from specmortem.tools.triage.signs import Found, all_signs, data
 
 READ_WHOLE = 256 << 10  # bytes at the beginning of a file
@@ -146,7 +146,7 @@ class _Reader:
             else:
                 self._hold(line, record, number)
 
-    def _hold(self, line: str, record: Record, number: int) -> None:
+    def _hold(self, line: str, record: LogRecord, number: int) -> None:
         """Sentences run over lines: join those that go on."""
         if self._held and record.text and self._goes_on(line, record.text):
             self._held_lines.append((len(self._held) + 1, number))
@@ -165,7 +165,7 @@ class _Reader:
         text, lines = self._held, self._held_lines
         self._held, self._held_lines = "", []
         if text:
-            self._state(Record(text), lines[0][1], lines)
+            self._state(LogRecord(text), lines[0][1], lines)
 
     def _search(self, chunk: bytes) -> None:
         """Read the lines in which a word of a sign stands, and everything around a new kind of fault."""
@@ -206,7 +206,7 @@ class _Reader:
             self._state(record, number)
         return len(self._kinds) > known
 
-    def _state(self, record: Record, number: int, lines: Sequence[tuple[int, int]] = ()) -> None:
+    def _state(self, record: LogRecord, number: int, lines: Sequence[tuple[int, int]] = ()) -> None:
         text = record.text
         if (
             not text
@@ -277,7 +277,7 @@ def samples(chunk: bytes) -> Iterator[tuple[int, int]]:
             yield max(start, hit - 4096), min(end if end >= 0 else len(chunk), hit + 4096)
 
 
-def facts_of(record: Record, file: str, lines: Sequence[tuple[int, int]]) -> Iterator[Fact]:
+def facts_of(record: LogRecord, file: str, lines: Sequence[tuple[int, int]]) -> Iterator[Fact]:
     """What one message states; `lines` tells where in it each line of the file begins, and its number."""
     text = record.text
     flags = text.count("--")
@@ -303,6 +303,6 @@ def line_of(lines: Sequence[tuple[int, int]], at: int) -> int:
     return next(number for start, number in reversed(lines) if start <= at)
 
 
-def _fact(found: Found, record: Record, file: str, number: int) -> Fact:
+def _fact(found: Found, record: LogRecord, file: str, number: int) -> Fact:
     sign, match = found.sign, record.text[found.start : found.end][:MATCH]
     return Fact(sign.fact, found.value, file, number, record.text, sign.rank, record.time, match)

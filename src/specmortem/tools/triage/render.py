@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from specmortem.tools.triage.judge import INSUFFICIENT, NONE
-from specmortem.tools.triage.report import Part, Report
+from specmortem.tools.triage.report import Part, TriageReport
 
 SHOWN = 3
 ENVIRONMENT = (
@@ -69,7 +69,7 @@ def headline(data: Mapping[str, Any]) -> str:
     return f"{name}: {detail} ({data['confidence']} confidence)"
 
 
-def as_text(report: Report) -> str:
+def as_text(report: TriageReport) -> str:
     """For a terminal: plain lines, no escapes from the log."""
     lines: list[str] = []
     for part in report.parts:
@@ -109,7 +109,7 @@ def _shown(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return alive[:SHOWN]
 
 
-def candidate_rows(report: Report) -> list[dict[str, str]]:
+def candidate_rows(report: TriageReport) -> list[dict[str, str]]:
     """The main answer's candidates as rows of a table, and what speaks for and against each, with file and line."""
     return [
         {
@@ -122,7 +122,7 @@ def candidate_rows(report: Report) -> list[dict[str, str]]:
     ]
 
 
-def next_rows(report: Report) -> list[dict[str, str]]:
+def next_rows(report: TriageReport) -> list[dict[str, str]]:
     """The main answer's next experiments as rows of a table, and what each candidate predicts of them."""
     return [
         {
@@ -151,7 +151,7 @@ def code(text: str) -> str:
     return f"{fence}{pad}{text}{pad}{fence}"
 
 
-def as_markdown(report: Report) -> str:
+def as_markdown(report: TriageReport) -> str:
     """Ready to paste into an upstream issue: environment, timeline, evidence, controls."""
     lines: list[str] = []
     for part in report.parts:
@@ -236,7 +236,7 @@ def _where(fact: Mapping[str, Any]) -> str:
     return f"{fact['file'].rsplit('/', 1)[-1]}:{fact['line']}"
 
 
-def as_html(report: Report) -> str:
+def as_html(report: TriageReport) -> str:
     """A page of its own: no script, nothing fetched, everything from the log escaped."""
     parts = [
         (part, headline(part.data), _shown(part.data), _timeline(part.data["facts"])) for part in report.parts

@@ -24,7 +24,7 @@ class Part:
 
 
 @dataclass
-class Report:
+class TriageReport:
     """All cases of one call; the first is the main one."""
 
     parts: list[Part]
@@ -47,11 +47,11 @@ class Report:
         return str(self.parts[0].data["answer"])
 
 
-def report(answers: Iterable[tuple[str, Answer]]) -> Report:
+def report(answers: Iterable[tuple[str, Answer]]) -> TriageReport:
     """The report of (place, answer) pairs."""
     redact = Redactor()
     parts = [Part(redact(where), _data(answer, redact)) for where, answer in answers]
-    return Report(parts, dict(redact.counts))
+    return TriageReport(parts, dict(redact.counts))
 
 
 def _data(answer: Answer, redact: Redactor) -> dict[str, Any]:

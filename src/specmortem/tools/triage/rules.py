@@ -27,7 +27,7 @@ ENVIRONMENT = ("gpu", "model", "version", "tp", "max_model_len", "running")  # o
 
 
 @dataclass(frozen=True)
-class Condition:
+class FactCondition:
     """NAME, NAME=a|b or a comparison of numbers; `denied` turns it round."""
 
     name: str
@@ -36,7 +36,7 @@ class Condition:
     denied: bool = False
 
     @classmethod
-    def of(cls, text: str) -> Condition:
+    def of(cls, text: str) -> FactCondition:
         """Parse; BadInputError when it is no condition."""
         if not (match := _CONDITION.match(text)):
             raise BadInputError(
@@ -70,11 +70,11 @@ def _holds(value: str, how: str, limit: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Rule:
+class TriageRule:
     """What some facts say about some causes, incidents or other classes."""
 
     id: str
-    when: tuple[Condition, ...]
+    when: tuple[FactCondition, ...]
     supports: tuple[str, ...]
     contradicts: tuple[str, ...]
     excludes: tuple[str, ...]
@@ -84,15 +84,15 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class NextExperiment:
     """One change to make, and what each cause predicts of it."""
 
     id: str
     does: str
     command: str
-    done: tuple[Condition, ...]
-    needs: tuple[Condition, ...]
-    unless: tuple[Condition, ...]
+    done: tuple[FactCondition, ...]
+    needs: tuple[FactCondition, ...]
+    unless: tuple[FactCondition, ...]
     predicts: Mapping[str, str]
 
 
@@ -100,7 +100,7 @@ class Experiment:
 class Note:
     """Something to say when conditions hold: what weighs nothing, what is to be collected."""
 
-    when: tuple[Condition, ...]
+    when: tuple[FactCondition, ...]
     text: str
 
 
@@ -112,9 +112,9 @@ class Rules:
     causes: Mapping[str, str]
     classes: Mapping[str, str]
     spares: Mapping[str, list[str]]
-    rules: tuple[Rule, ...]
+    rules: tuple[TriageRule, ...]
     nothing: tuple[Note, ...]
-    experiments: tuple[Experiment, ...]
+    experiments: tuple[NextExperiment, ...]
     collect: tuple[Note, ...]
 
     def targets(self, names: Iterable[str]) -> list[str]:
@@ -151,11 +151,11 @@ def parse(data: Mapping[str, Any]) -> Rules:
     return rules
 
 
-def _rule(entry: Mapping[str, Any]) -> Rule:
+def _rule(entry: Mapping[str, Any]) -> TriageRule:
     try:
         supports, contradicts, excludes = (tuple(entry.get(effect, ())) for effect in EFFECTS)
         weight = float(entry["weight"]) if supports or contradicts else 0.0
-        return Rule(
+        return TriageRule(
             entry["id"],
             _conditions(entry["when"]),
             supports,
@@ -169,13 +169,15 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         raise BadInputError(f"rules.toml: rule {entry.get('id', entry)!r} has no {error}") from None
 
 
-def _experiment(entry: Mapping[str, Any]) -> Experiment:
+def _experiment(entry: Mapping[str, Any]) -> NextExperiment:
     done, needs, unless = (_conditions(entry.get(name, ())) for name in ("done", "needs", "unless"))
-    return Experiment(entry["id"], entry["does"], entry["command"], done, needs, unless, entry["predicts"])
+    return NextExperiment(
+        entry["id"], entry["does"], entry["command"], done, needs, unless, entry["predicts"]
+    )
 
 
-def _conditions(texts: Iterable[str]) -> tuple[Condition, ...]:
-    return tuple(Condition.of(text) for text in texts)
+def _conditions(texts: Iterable[str]) -> tuple[FactCondition, ...]:
+    return tuple(FactCondition.of(text) for text in texts)
 
 
 def _check(rules: Rules) -> None:

@@ -37,7 +37,7 @@ _MACROS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Sign:
+class FactSign:
     """`pattern` states `fact` = `value`, or its first group where `value` is empty; see the head of `signs.toml`.
 
     What lies within its match and would state one of the facts in `hides` states nothing.
@@ -58,7 +58,7 @@ class Sign:
 class Found:
     """A sign in a text, and where."""
 
-    sign: Sign
+    sign: FactSign
     value: str
     start: int
     end: int
@@ -71,7 +71,7 @@ class Found:
 class Signs:
     """Many signs, looked for in one pass."""
 
-    def __init__(self, signs: Sequence[Sign]) -> None:
+    def __init__(self, signs: Sequence[FactSign]) -> None:
         self.signs = tuple(signs)
         self._set = PatternSet([sign.pattern for sign in self.signs])
         self._patterns: list[Any] = [compile_bytes(sign.pattern) for sign in self.signs]
@@ -99,7 +99,7 @@ def _decoded(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _value(sign: Sign, match: Any, text: str, start: int, end: int) -> str:
+def _value(sign: FactSign, match: Any, text: str, start: int, end: int) -> str:
     """What a match states; empty when it is denied."""
     value = sign.value or _decoded(next((group for group in match.groups() if group), b""))
     if not sign.firm and negated(text, start, end):
@@ -133,9 +133,9 @@ def all_signs() -> Signs:
     return Signs([_sign(entry) for entry in data()["signs"]])
 
 
-def _sign(entry: Mapping[str, Any]) -> Sign:
+def _sign(entry: Mapping[str, Any]) -> FactSign:
     try:
-        return Sign(
+        return FactSign(
             entry["fact"],
             entry.get("value", ""),
             expanded(entry["pattern"]),
