@@ -141,7 +141,7 @@ def fit(reports: list[Report], equal: bool) -> Settings:
     """Coordinate descent over factors on the weights and the threshold."""
     best = Settings(equal=equal)
     least = loss(reports, best)
-    fired = [rule.id for rule in rules.load().rules if _fires(rule, reports)]
+    fired = list(dict.fromkeys(rule.id for rule in rules.load().rules if _fires(rule, reports)))
     for _ in range(ROUNDS):
         for id in fired:
             for factor in FACTORS:
@@ -182,10 +182,15 @@ def cross_validation(reports: list[Report], folds: int, equal: bool) -> dict[str
     return {"folds": folds, "judged": len(results), "acceptable": sum(results), "without_fitting": unfitted}
 
 
+def rule_ids() -> list[str]:
+    """Each once; what one rule says of several incidents stands in the file of each under one id."""
+    return list(dict.fromkeys(rule.id for rule in rules.load().rules))
+
+
 def perturbed(reports: list[Report]) -> dict[str, Any]:
     """Every weight times a random factor of 0.5 to 2, many times: whether the figures hang on exact weights."""
     random_source = random.Random(SEED)
-    ids = [rule.id for rule in rules.load().rules]
+    ids = rule_ids()
     found = []
     for _ in range(DRAWS):
         used = Settings(tuple((id, 2 ** random_source.uniform(-1, 1)) for id in ids)).rules()
@@ -203,10 +208,10 @@ def dropped_rules(reports: list[Report]) -> dict[str, int]:
     """Reports lost (or won) when one rule is silent; rules that change nothing are left out."""
     base = sum(right(r, judge(r.book)) for r in reports)
     lost = {}
-    for rule in rules.load().rules:
-        used = Settings(((rule.id, 0.0),)).rules()
-        used = replace(used, rules=tuple(r for r in used.rules if r.id != rule.id))
-        lost[rule.id] = base - sum(right(r, judge(r.book, used)) for r in reports)
+    for id in rule_ids():
+        used = rules.load()
+        used = replace(used, rules=tuple(r for r in used.rules if r.id != id))
+        lost[id] = base - sum(right(r, judge(r.book, used)) for r in reports)
     return {id: number for id, number in sorted(lost.items(), key=lambda pair: -pair[1]) if number}
 
 

@@ -6,9 +6,11 @@ from importlib import resources
 
 import pytest
 
+from specmortem import incident
 from specmortem.errors import BadInputError
 from specmortem.tools.triage import rules, signs
 from specmortem.tools.triage.facts import Fact, FactBook
+from specmortem.tools.triage.judge import judge
 
 
 def raw():
@@ -46,18 +48,61 @@ def test_a_malformed_condition_is_refused(text):
         rules.FactCondition.of(text)
 
 
+def refused(change, match):
+    """Parse with one change made to the rules of the package and of an incident, which each is to be refused."""
+    theirs = {"causes": ["own-cause"], **raw(), "rules": raw()["rules"][:0]}
+    entry = {"id": "a", "when": ["pp"], "supports": ["own-cause"], "weight": 1, "reason": "r", "source": "s"}
+    rules.parse(raw(), {"toy": theirs | {"rules": [entry]}})
+    for own, incidents in (
+        (change(raw()), {}),
+        (raw(), {"toy": change(theirs | {"rules": [copy.deepcopy(entry)]})}),
+    ):
+        with pytest.raises(BadInputError, match=match):
+            rules.parse(own, incidents)
+
+
 def test_an_unknown_cause_is_refused():
-    data = copy.deepcopy(raw())
-    data["rules"][0]["supports"] = ["no-such-cause"]
-    with pytest.raises(BadInputError, match="no-such-cause"):
-        rules.parse(data)
+    def change(data):
+        data["rules"][0]["supports"] = ["no-such-cause"]
+        return data
+
+    refused(change, "no-such-cause")
+
+
+def test_a_cause_of_another_incident_is_refused():
+    entry = {"id": "a", "when": ["pp"], "supports": ["first"], "weight": 1, "reason": "r", "source": "s"}
+    files = {name: {"schema": 1, "causes": [name], "rules": [entry]} for name in ("first", "second")}
+    with pytest.raises(BadInputError, match="rules.toml of second: rule 'a' names 'first'"):
+        rules.parse(raw(), files)
 
 
 def test_two_rules_of_one_name_are_refused():
-    data = copy.deepcopy(raw())
-    data["rules"].append(data["rules"][0])
-    with pytest.raises(BadInputError, match="two rules"):
-        rules.parse(data)
+    def change(data):
+        data["rules"].append(data["rules"][0])
+        return data
+
+    refused(change, "two rules")
+
+
+def test_an_unknown_schema_is_refused():
+    refused(lambda data: data | {"schema": 2}, "schema 2 is not 1")
+
+
+def test_rules_of_an_incident_outside_the_repository_are_found(tmp_path, monkeypatch):
+    home = tmp_path / "outside"
+    home.mkdir()
+    (home / "rules.toml").write_text(
+        'schema = 1\ncauses = ["lost-update"]\n[[rules]]\nid = "torn"\nwhen = ["symptom=nan"]\n'
+        'supports = ["outside"]\nweight = 9\nreason = "a torn word"\nsource = "by definition"\n'
+        '[predicts.eager]\nlost-update = "clean"\n'
+    )
+    known = {**incident.all_incidents(), "outside": incident.Incident("outside", "outside", (), folder=home)}
+    monkeypatch.setattr(rules, "all_incidents", lambda: known)
+    loaded = rules.load()
+    assert loaded.causes["lost-update"] == "outside"
+    assert next(e for e in loaded.experiments if e.id == "eager").predicts["lost-update"] == "clean"
+    found = judge(book(engine="vllm", symptom="nan", pp="1"))
+    assert (found.answer, found.cause) == ("outside", "lost-update")
 
 
 def test_rules_ask_only_for_facts_that_can_be_stated():

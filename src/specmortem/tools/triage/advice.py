@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 
-from specmortem import facts as fact_files
-from specmortem.errors import SpecmortemError
+from specmortem import incident
 from specmortem.tools.triage.judge import INSUFFICIENT, NONE, Answer
 from specmortem.tools.triage.reach import settings
 
@@ -25,14 +24,12 @@ def links(answer: Answer) -> dict[str, str]:
 
 def postmortem(slug: str) -> str:
     """The committed page of a reference run where there is one, else the incident's folder."""
-    try:
-        root = fact_files.find_root()
-    except SpecmortemError:
-        return f"investigations/{slug}/"
+    one = incident.get(slug)
+    shown = str(one.folder or f"investigations/{slug}")
     for backend in ("cuda", "cpu", "sim"):
-        if (root / slug / "runs" / backend / "postmortem.html").exists():
-            return f"investigations/{slug}/runs/{backend}/postmortem.html"
-    return f"investigations/{slug}/"
+        if (one.home / (page := f"runs/{backend}/postmortem.html")).exists():
+            return f"{shown}/{page}"
+    return f"{shown}/"
 
 
 def subject(answer: Answer) -> str:
@@ -56,8 +53,6 @@ def audit_command(answer: Answer) -> str:
 
 def probe_command(answer: Answer) -> str:
     """`specmortem probe` of the likeliest cause of the incident that has a probe."""
-    from specmortem import incident
-
     known = incident.causes()
     causes = [
         c.cause for c in answer.candidates if c.incident == answer.answer and c.alive and c.cause in known

@@ -45,6 +45,11 @@ class Candidate:
         return sum(a.weight for a in self.pros) - sum(a.weight for a in self.cons)
 
     @property
+    def rank(self) -> tuple[bool, float, float]:
+        """Order among candidates: excluded ones last, then by score, then by the strongest single argument."""
+        return not self.alive, -self.score, -max((a.weight for a in self.pros), default=0.0)
+
+    @property
     def alive(self) -> bool:
         """Nothing excludes it."""
         return not self.excluded
@@ -80,7 +85,7 @@ def judge(stated: FactBook, rules: Rules | None = None) -> Answer:
     rules = rules or load()
     book = complete(stated)
     candidates = _weighed(book, rules)
-    alive = sorted((c for c in candidates if c.alive), key=lambda c: -c.score)
+    alive = sorted((c for c in candidates if c.alive), key=lambda c: c.rank)
     incidents = [c for c in alive if c.incident != NONE]
     others = [c for c in alive if c.incident == NONE]
     answer, cause, because = _decide(incidents, others, rules)
@@ -88,7 +93,7 @@ def judge(stated: FactBook, rules: Rules | None = None) -> Answer:
     shown = [c for c in candidates if c.pros or c.incident != NONE]
     return Answer(
         answer, cause, confidence, because,
-        sorted(shown, key=lambda c: (not c.alive, -c.score)),
+        sorted(shown, key=lambda c: c.rank),
         book, _next(alive, book, rules), _collect(book, rules), _nothing(book, rules),
     )  # fmt: skip
 
@@ -168,7 +173,7 @@ def _next(alive: list[Candidate], book: FactBook, rules: Rules) -> list[Next]:
         if not _possible(experiment, book):
             continue
         told = {c.cause: experiment.predicts[c.cause] for c in left if c.cause in experiment.predicts}
-        told |= {"anything else": experiment.predicts["other"]}
+        told |= {"anything else": experiment.otherwise}
         worth = _separation(list(told.values()))
         if worth:
             scored.append((-worth, order, Next(experiment.id, experiment.command, experiment.does, told)))

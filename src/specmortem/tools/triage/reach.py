@@ -15,7 +15,6 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from specmortem import facts as fact_files
 from specmortem import incident
 from specmortem.errors import SpecmortemError
 from specmortem.exposure import Config
@@ -92,7 +91,7 @@ def _release(slug: str, cause: str, fact: Fact, book: FactBook) -> Word | None:
 def affected_releases(slug: str) -> Mapping[str, str]:
     """Specifiers by cause, as the incident file has them; none where there is no file."""
     try:
-        return {cause.id: cause.affected for cause in fact_files.load(slug).causes if cause.affected}
+        return {cause.id: cause.affected for cause in incident.facts(slug).causes if cause.affected}
     except SpecmortemError:
         return {}
 

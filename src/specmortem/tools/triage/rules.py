@@ -1,20 +1,28 @@
-"""The rules of `rules.toml`, read and checked, and what they say about the facts of one case."""
+"""Rules, read and checked, and what they say about the facts of one case.
+
+Those of an incident stand in the rules.toml beside its incident.toml, also where it lives outside the repository; those
+that hold for all, and the classes of defect outside the incidents, in this package's.
+"""
 
 from __future__ import annotations
 
 import operator
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from specmortem.errors import BadInputError
+from specmortem.incident import all_incidents
 from specmortem.tools.triage.facts import Fact, FactBook
 
 SCHEMA = 1
+FILE_NAME = "rules.toml"
+EVERY_INCIDENT = "*"
 EFFECTS = ("supports", "contradicts", "excludes")
 _CONDITION = re.compile(r"^(?P<not>!?)(?P<name>[a-z_][\w.-]*)(?:(?P<how><=|>=|=|<|>)(?P<value>[\w.|-]+))?$")
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
@@ -85,7 +93,7 @@ class TriageRule:
 
 @dataclass(frozen=True)
 class NextExperiment:
-    """One change to make, and what each cause predicts of it."""
+    """One change to make, and what each cause predicts of it; `otherwise` is what anything else does."""
 
     id: str
     does: str
@@ -94,6 +102,7 @@ class NextExperiment:
     needs: tuple[FactCondition, ...]
     unless: tuple[FactCondition, ...]
     predicts: Mapping[str, str]
+    otherwise: str
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Rules:
-    """All of `rules.toml`."""
+    """All rules, of this package and of every incident; `causes` gives the incident of a cause."""
 
     thresholds: Mapping[str, float]
     causes: Mapping[str, str]
@@ -118,76 +127,93 @@ class Rules:
     collect: tuple[Note, ...]
 
     def targets(self, names: Iterable[str]) -> list[str]:
-        """Causes and classes that the names stand for; an incident stands for its causes."""
+        """Causes and classes that the names stand for; an incident stands for its causes, `*` for all of them."""
         found: list[str] = []
         for name in names:
-            found += [cause for cause, incident in self.causes.items() if name in (cause, incident)]
+            found += [cause for cause, slug in self.causes.items() if name in (cause, slug, EVERY_INCIDENT)]
             found += [name] if name in self.classes else []
         return found
 
 
-@cache
 def load() -> Rules:
-    """The rules of this package. Raises BadInputError for the first thing wrong in them."""
-    text = resources.files("specmortem.tools.triage").joinpath("rules.toml").read_text(encoding="utf-8")
-    return parse(tomllib.loads(text))
+    """The rules of this package and of the incidents that have some. Raises BadInputError for what is wrong in them."""
+    homes = {slug: one.home / FILE_NAME for slug, one in all_incidents().items()}
+    return _load(tuple((slug, path) for slug, path in homes.items() if path.is_file()))
 
 
-def parse(data: Mapping[str, Any]) -> Rules:
-    """Rules from TOML data; BadInputError names the entry that is wrong."""
-    if data.get("schema") != SCHEMA:
-        raise BadInputError(f"rules.toml: schema {data.get('schema')!r} is not {SCHEMA}")
-    rules = Rules(
-        data["thresholds"],
-        data["causes"],
-        data["classes"],
-        data.get("spares", {}),
-        tuple(_rule(entry) for entry in data["rules"]),
-        tuple(Note(_conditions(entry["when"]), entry["reason"]) for entry in data["nothing"]),
-        tuple(_experiment(entry) for entry in data["experiments"]),
-        tuple(Note(_conditions(entry["unless"]), entry["what"]) for entry in data["collect"]),
+@cache
+def _load(files: tuple[tuple[str, Path], ...]) -> Rules:
+    own = resources.files("specmortem.tools.triage").joinpath(FILE_NAME).read_text(encoding="utf-8")
+    incidents = {slug: tomllib.loads(path.read_text(encoding="utf-8")) for slug, path in files}
+    return parse(tomllib.loads(own), incidents)
+
+
+def parse(own: Mapping[str, Any], incidents: Mapping[str, Mapping[str, Any]]) -> Rules:
+    """Rules from the TOML data of this package and of each incident; BadInputError names the entry that is wrong."""
+    classes = own["classes"]
+    rules = [
+        rule
+        for slug, data in incidents.items()
+        for rule in _rules(data, slug, {slug, *data["causes"], *classes})
+    ]
+    rules += _rules(own, "triage", {EVERY_INCIDENT, *classes})
+    return Rules(
+        own["thresholds"],
+        {cause: slug for slug, data in incidents.items() for cause in data["causes"]},
+        classes,
+        _merged(data.get("spares", {}) for data in incidents.values()),
+        tuple(rules),
+        tuple(Note(_conditions(entry["when"]), entry["reason"]) for entry in own["nothing"]),
+        tuple(_experiment(entry, incidents.values()) for entry in own["experiments"]),
+        tuple(Note(_conditions(entry["unless"]), entry["what"]) for entry in own["collect"]),
     )
-    _check(rules)
-    return rules
 
 
-def _rule(entry: Mapping[str, Any]) -> TriageRule:
+def _merged(tables: Iterable[Mapping[str, list[str]]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for table in tables:
+        for name, values in table.items():
+            found.setdefault(name, []).extend(values)
+    return found
+
+
+def _rules(data: Mapping[str, Any], whose: str, known: Container[str]) -> list[TriageRule]:
+    """The rules of one file, which may name what is known to it alone."""
+    file = f"{FILE_NAME} of {whose}"
+    if data.get("schema") != SCHEMA:
+        raise BadInputError(f"{file}: schema {data.get('schema')!r} is not {SCHEMA}")
+    found = [_rule(entry, file) for entry in data.get("rules", ())]
+    for rule in found:
+        for name in (*rule.supports, *rule.contradicts, *rule.excludes):
+            if name not in known:
+                raise BadInputError(
+                    f"{file}: rule {rule.id!r} names {name!r}, which is no cause, incident or class"
+                )
+    ids = [rule.id for rule in found]
+    if twice := next((id for id in ids if ids.count(id) > 1), None):
+        raise BadInputError(f"{file}: two rules are called {twice!r}")
+    return found
+
+
+def _rule(entry: Mapping[str, Any], file: str) -> TriageRule:
     try:
         supports, contradicts, excludes = (tuple(entry.get(effect, ())) for effect in EFFECTS)
         weight = float(entry["weight"]) if supports or contradicts else 0.0
+        text = (entry["reason"], entry["source"])
         return TriageRule(
-            entry["id"],
-            _conditions(entry["when"]),
-            supports,
-            contradicts,
-            excludes,
-            weight,
-            entry["reason"],
-            entry["source"],
+            entry["id"], _conditions(entry["when"]), supports, contradicts, excludes, weight, *text
         )
     except KeyError as error:
-        raise BadInputError(f"rules.toml: rule {entry.get('id', entry)!r} has no {error}") from None
+        raise BadInputError(f"{file}: rule {entry.get('id', entry)!r} has no {error}") from None
 
 
-def _experiment(entry: Mapping[str, Any]) -> NextExperiment:
+def _experiment(entry: Mapping[str, Any], incidents: Iterable[Mapping[str, Any]]) -> NextExperiment:
     done, needs, unless = (_conditions(entry.get(name, ())) for name in ("done", "needs", "unless"))
-    return NextExperiment(
-        entry["id"], entry["does"], entry["command"], done, needs, unless, entry["predicts"]
-    )
+    told = [data.get("predicts", {}).get(entry["id"], {}) for data in incidents]
+    predicts = {cause: text for table in told for cause, text in table.items()}
+    head = (entry["id"], entry["does"], entry["command"])
+    return NextExperiment(*head, done, needs, unless, predicts, entry["otherwise"])
 
 
 def _conditions(texts: Iterable[str]) -> tuple[FactCondition, ...]:
     return tuple(FactCondition.of(text) for text in texts)
-
-
-def _check(rules: Rules) -> None:
-    known = {*rules.causes, *rules.causes.values(), *rules.classes}
-    for rule in rules.rules:
-        for name in (*rule.supports, *rule.contradicts, *rule.excludes):
-            if name not in known:
-                raise BadInputError(
-                    f"rules.toml: rule {rule.id!r} names {name!r}, which is no cause, incident or class"
-                )
-    ids = [rule.id for rule in rules.rules]
-    if twice := next((id for id in ids if ids.count(id) > 1), None):
-        raise BadInputError(f"rules.toml: two rules are called {twice!r}")
