@@ -11,6 +11,7 @@ import click
 
 from specmortem import __version__
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
+from specmortem.report.terminal import write_table
 from specmortem.tools.audit.command import audit, campaign
 from specmortem.tools.engine.command import engine
 from specmortem.tools.load.command import load
@@ -21,15 +22,6 @@ if TYPE_CHECKING:
 
 DEVICES = click.Choice(["auto", "sim", "cuda"])
 INTERRUPTED = 130
-WORD_STYLE: Mapping[str, str] = {
-    "fault": "bold red",
-    "clean": "blue",
-    "passed": "blue",
-    "ok": "blue",
-    "failed": "bold red",
-    "could-not-run": "bold red",
-    "missing": "yellow",
-}
 
 
 class _Commands(click.Group):
@@ -185,7 +177,7 @@ def doctor(ctx: click.Context, engines: bool, place: str | None) -> None:
         checks = examine_engine(place)
     else:
         checks = examine()
-    _print_table(("check", "", "what it means"), [(c.name, c.word, c.meaning) for c in checks])
+    write_table(("check", "", "what it means"), [(c.name, c.word, c.meaning) for c in checks])
     ctx.exit(int(any(check.required and check.word == "missing" for check in checks)))
 
 
@@ -195,7 +187,7 @@ def incidents() -> None:
     from specmortem import facts
 
     loaded = [facts.load(slug) for slug in facts.all_slugs()]
-    _print_table(("slug", "grade", "what broke"), [(i.slug, i.grade, i.summary) for i in loaded])
+    write_table(("slug", "grade", "what broke"), [(i.slug, i.grade, i.summary) for i in loaded])
 
 
 main.add_command(audit)
@@ -230,28 +222,12 @@ def _print_runs(results: Iterable[RunResult]) -> None:
             str(sum(row.outcome == outcome for row in found)) for outcome in ("fault", "clean", "not-judged")
         ]
         rows.append((result.slug, result.status, *counts, f"{result.seconds:.0f} s", result.reason))
-    _print_table(("slug", "status", "fault", "clean", "not judged", "time", "reason"), rows)
+    write_table(("slug", "status", "fault", "clean", "not judged", "time", "reason"), rows)
 
 
 def _print_verdicts(title: str, verdicts: Mapping[str, Verdict]) -> None:
     rows = [
-        (
-            subject,
-            verdict.outcome,
-            verdict.evidence.reason or verdict.evidence.observed,
-            verdict.evidence.place,
-        )
-        for subject, verdict in verdicts.items()
+        (subject, found.outcome, found.evidence.reason or found.evidence.observed, found.evidence.place)
+        for subject, found in verdicts.items()
     ]
-    _print_table(("subject", "verdict", "evidence", "place"), rows, title)
-
-
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*columns, title=title, box=None, pad_edge=False, title_justify="left")
-    for row in rows:
-        table.add_row(*(Text(cell, style=WORD_STYLE.get(cell, "")) for cell in row))
-    Console().print(table)
+    write_table(("subject", "verdict", "evidence", "place"), rows, title)

@@ -6,6 +6,7 @@ from report import toy_repository as toy
 from specmortem import facts as fact_files
 from specmortem.errors import BadInputError
 from specmortem.report.summary import broken_expectations, joint, spans, summarize
+from specmortem.report.terminal import MARKS
 from specmortem.verdict import DeviceInfo, Evidence, Results, Row
 
 SIM, CUDA = DeviceInfo("sim", "simulated"), DeviceInfo("cuda", "a GPU")
@@ -48,7 +49,7 @@ def test_what_was_counted_in_other_units_is_not_added_up():
 
 
 def test_clean_outweighs_not_judged():
-    assert joint([row("not-judged"), row("clean")]).word == "clean"
+    assert joint([row("not-judged"), row("clean")]).outcome == "clean"
 
 
 def test_not_judged_keeps_its_reason():
@@ -56,7 +57,7 @@ def test_not_judged_keeps_its_reason():
 
 
 def test_no_rows_are_not_run():
-    assert joint([]).word == "not run"
+    assert MARKS[joint([]).outcome].word == "not run"
 
 
 def test_neighbouring_releases_with_one_outcome_become_a_span():

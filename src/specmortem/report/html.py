@@ -22,6 +22,7 @@ from specmortem.errors import BadInputError, UnavailableError
 from specmortem.facts import Facts
 from specmortem.report.selfcontained import check_self_contained
 from specmortem.report.summary import Summary, summarize
+from specmortem.report.terminal import MARKS
 from specmortem.verdict import Results, write_atomically
 
 __all__ = ["RunRecord", "check_self_contained", "index_page", "page", "render", "standalone", "summary_html"]
@@ -142,20 +143,20 @@ def standalone(folder: Path, template: str, name: str, **context: Any) -> str:
 
     Raises BadInputError when a text would make the page of `name` fetch or run something.
     """
-    environment = _environment().overlay(loader=FileSystemLoader([folder, TEMPLATES]))
-    return _self_contained(environment.get_template(template).render(**context), name)
+    return _self_contained(_environment(folder).get_template(template).render(**context), name)
 
 
 @cache
-def _environment() -> Environment:
+def _environment(folder: Path = TEMPLATES) -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader(list(dict.fromkeys((folder, TEMPLATES)))),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["style"] = Markup((TEMPLATES / "style.css").read_text(encoding="utf-8"))
+    style = Markup((TEMPLATES / "style.css").read_text(encoding="utf-8"))
+    environment.globals.update(style=style, marks=MARKS)
     return environment
 
 

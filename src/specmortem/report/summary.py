@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,16 +11,9 @@ from packaging.version import Version
 
 from specmortem.errors import BadInputError
 from specmortem.facts import GRADE_MEANING, Cause, Claim, Facts
+from specmortem.report.terminal import MARKS
 from specmortem.verdict import Outcome, Results, Row
 
-SYMBOL: Mapping[str, str] = {"fault": "✗", "clean": "✓", "not-judged": "–", "not-run": "·", "controls": "·"}
-WORD: Mapping[str, str] = {
-    "fault": "fault",
-    "clean": "clean",
-    "not-judged": "not judged",
-    "not-run": "not run",
-    "controls": "controls only",
-}
 RELEASE = re.compile(r"(?P<package>vllm|flashinfer)==(?P<release>.+)")
 
 
@@ -42,21 +35,11 @@ class Count:
 
 @dataclass(frozen=True)
 class SummaryCell:
-    """The joint outcome of some rows; `not-run` where there are none, `controls` where only controls ran."""
+    """The joint outcome of some rows; `not-run` where there are none, `controls-only` where only controls ran."""
 
     outcome: str
     counts: tuple[Count, ...] = ()
     reason: str = ""
-
-    @property
-    def symbol(self) -> str:
-        """The mark that stands beside the word."""
-        return SYMBOL[self.outcome]
-
-    @property
-    def word(self) -> str:
-        """The outcome in words."""
-        return WORD[self.outcome]
 
 
 @dataclass(frozen=True)
@@ -213,7 +196,7 @@ def _before(rows: list[Row]) -> SummaryCell:
     """The before-arm; a cause that only the controls ran has none, and its rows are told in the page."""
     arm = joint(r for r in rows if (r.subject, r.arm) == ("before", "before"))
     if arm.outcome == "not-run" and any(r.subject == "before" for r in rows):
-        return SummaryCell("controls")
+        return SummaryCell("controls-only")
     return arm
 
 
@@ -225,7 +208,7 @@ def _broken(row: Row, incident: Facts, results: Results) -> str:
         and results.device.kind == "sim"
     )
     if (row.subject, row.arm) == ("before", "before") and row.outcome != "fault" and not excused:
-        return f"{row.cause}: before is {WORD[row.outcome]}, expected a fault"
+        return f"{row.cause}: before is {MARKS[row.outcome].word}, expected a fault"
     if row.subject == "after" and row.outcome == "fault":
         return f"{row.cause}: after, arm {row.arm}, faults in {row.faults} of {row.runs} runs, expected clean"
     return ""

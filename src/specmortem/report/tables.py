@@ -13,19 +13,9 @@ import pandas as pd
 from IPython.display import HTML
 
 from specmortem import facts
+from specmortem.report.terminal import MARKS
 from specmortem.verdict import Evidence, Results, Row, read_json
 
-MARKS = {
-    "fault": "✗ fault",
-    "clean": "✓ clean",
-    "not-judged": "– not judged",
-    "not-present": "· not present",
-    "illegal-address": "✗ illegal address",
-    "corruption": "✗ silent corruption",
-    "constant-token": "✗ constant token",
-    "consistent": "✓ consistent",
-    "refuted": "✗ refuted",
-}
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 CELL = re.compile(r"(?<=<td>)[^<]+")
 LONG = re.compile(r"\S{32,}")  # a command's argument, a path
@@ -52,7 +42,9 @@ def marked(table: pd.DataFrame) -> pd.DataFrame:
 
 def _marked(text: str) -> str:
     """An outcome with its symbol; a date that does not break at its hyphens."""
-    return text.replace("-", "\N{NON-BREAKING HYPHEN}") if DATE.fullmatch(text) else MARKS.get(text, text)
+    return (
+        text.replace("-", "\N{NON-BREAKING HYPHEN}") if DATE.fullmatch(text) else str(MARKS.get(text, text))
+    )
 
 
 def rows_table(rows: Iterable[Row]) -> pd.DataFrame:
@@ -114,6 +106,6 @@ def source_diff(before: Any, after: Any, context: int = 1) -> str:
 
 
 def _body(kernel: Any) -> list[str]:
-    """Lines of a kernel behind its signature."""
+    """Lines of a kernel after its signature."""
     lines = inspect.getsource(getattr(kernel, "fn", kernel)).splitlines()
     return lines[next(i for i, line in enumerate(lines) if line.rstrip() == "):") + 1 :]

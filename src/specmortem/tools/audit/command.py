@@ -130,13 +130,11 @@ def _subjects(given: Sequence[str], every: bool, python: str) -> list[str]:
 
 
 def _write(done: Audit, form: str, out: Path, table: Path | None) -> None:
-    from rich.console import Console
-
     from specmortem.tools.audit import render
     from specmortem.verdict import write_atomically
 
     if form == "table":
-        render.terminal(done, Console())
+        render.terminal(done)
     elif form == "html":
         click.echo(write_atomically(out / PAGE, render.page(done)))
     else:
@@ -156,13 +154,10 @@ def _exit_code(done: Audit) -> int:
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar for each kind of work on stderr, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from specmortem.report.terminal import progress
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tasks: dict[str, Any] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+    with progress() as bars:
 
         def tick(what: str, done: int, total: int) -> None:
             if what not in tasks:

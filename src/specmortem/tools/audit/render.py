@@ -5,25 +5,28 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specmortem.report.terminal import (
+    MARKS,
+    OPEN,
+    Cell,
+    Line,
+    escaped,
+    markdown_table,
+    write_lines,
+    write_table,
+)
 from specmortem.tools.audit.matrix import Audit, Row
 from specmortem.verdict import versions
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-MARKS: Mapping[str, str] = {
-    "fault": "✗ fault",
-    "clean": "✓ clean",
-    "not-present": "· not present",
-    "not-judged": "– not judged",
-}
 REACHED: Mapping[str, str] = {"yes": "reached", "no": "not reachable", "unknown": "reach not known", "": ""}
-STYLES = {"fault": "bold red", "clean": "blue", "not-judged": "yellow", "not-present": "dim"}
 COLUMNS = (
     "date",
     "subject",
@@ -48,34 +51,27 @@ def today() -> str:
 
 def told(row: Row) -> str:
     """Status, and where a configuration was given whether it reaches the cause."""
-    return MARKS[row.status] + (f", {REACHED[row.reach]}" if row.reach and row.status == "fault" else "")
+    return str(MARKS[row.status]) + (f", {REACHED[row.reach]}" if row.reach and row.status == "fault" else "")
 
 
-def terminal(audit: Audit, console: Console) -> None:
+def terminal(audit: Audit, console: Console | None = None) -> None:
     """One table a subject; then what a configuration reaches, and flags that were not read."""
-    from rich.table import Table
-    from rich.text import Text
-
-    for subject, rows in by_subject(audit).items():
-        table = Table("cause", "verdict", "body", "what was seen, and what to do", box=None, pad_edge=False)
-        table.title, table.title_justify = subject, "left"
-        for row in rows:
-            text = Text(row.witness)
-            if row.advice:
-                text.append(f"\n→ {row.advice}", style="green")
-            if row.reach and row.status in ("fault", "not-judged"):
-                text.append(f"\n{REACHED[row.reach]}: {row.reach_reason}", style="dim")
-            if row.differs:
-                text.append(f"\nthe incident file says: {row.expected}", style="yellow")
-            table.add_row(row.cause, Text(told(row), style=STYLES[row.status]), Text(bodies(row)), text)
-        console.print(table)
-    for line in notes(audit):
-        console.print(Text(line), style="yellow")
+    columns = ("cause", "verdict", "body", "what was seen, and what to do")
+    for subject, rows in by(audit, "subject").items():
+        write_table(columns, map(_cells, rows), subject, console)
+    write_lines((Line(note, OPEN) for note in notes(audit)), console)
 
 
-def bodies(row: Row) -> str:
-    """The hashes of the bodies judged, one a line."""
-    return "\n".join(dict.fromkeys(row.hashes.values()))
+def _cells(row: Row) -> tuple[Cell, ...]:
+    seen = [Line(row.witness)]
+    if row.advice:
+        seen.append(Line(f"→ {row.advice}", "green"))
+    if row.reach and row.status in ("fault", "not-judged"):
+        seen.append(Line(f"{REACHED[row.reach]}: {row.reach_reason}", "dim"))
+    if row.differs:
+        seen.append(Line(f"the incident file says: {row.expected}", OPEN))
+    bodies = [Line(body) for body in dict.fromkeys(row.hashes.values())]
+    return row.cause, Line(told(row), MARKS[row.status].style), bodies, seen
 
 
 def notes(audit: Audit) -> list[str]:
@@ -95,11 +91,11 @@ def notes(audit: Audit) -> list[str]:
     return found
 
 
-def by_subject(audit: Audit) -> dict[str, list[Row]]:
-    """Rows a subject, in the order of the audit."""
+def by(audit: Audit, name: str) -> dict[str, list[Row]]:
+    """Rows by their `subject` or `cause`, in the order of the audit."""
     found: dict[str, list[Row]] = {}
     for row in audit.rows:
-        found.setdefault(row.subject, []).append(row)
+        found.setdefault(getattr(row, name), []).append(row)
     return found
 
 
@@ -121,38 +117,19 @@ def as_json(audit: Audit) -> str:
 
 def markdown(audit: Audit) -> str:
     """The matrix, and below it every fault with its witness."""
-    subjects = list(by_subject(audit))
-    lines = [f"# Audit of {today()}", "", _line(["cause", *subjects]), _line(["---"] * (len(subjects) + 1))]
-    lines += [_line([cause, *(told(row) for row in rows)]) for cause, rows in by_cause(audit).items()]
+    table = [(cause, *map(told, rows)) for cause, rows in by(audit, "cause").items()]
+    lines = [f"# Audit of {today()}", "", *markdown_table(("cause", *by(audit, "subject")), table, escaped)]
     faults = [row for row in audit.rows if row.status == "fault"]
     lines += ["", "## Faults", ""] if faults else []
     for row in faults:
         reach = f" {REACHED[row.reach].capitalize()}: {row.reach_reason}." if row.reach else ""
         lines.append(
-            f"- **{row.cause}** on {row.subject}: {_escaped(row.witness)}. {_escaped(row.advice)}.{_escaped(reach)}"
+            f"- **{row.cause}** on {row.subject}: {escaped(row.witness)}. {escaped(row.advice)}.{escaped(reach)}"
         )
     unjudged = [row for row in audit.rows if row.status == "not-judged"]
     lines += ["", "## Not judged", ""] if unjudged else []
-    lines += [f"- {row.cause} on {row.subject}: {_escaped(row.witness)}" for row in unjudged]
+    lines += [f"- {row.cause} on {row.subject}: {escaped(row.witness)}" for row in unjudged]
     return "\n".join([*lines, "", *notes(audit)]).rstrip() + "\n"
-
-
-def by_cause(audit: Audit) -> dict[str, list[Row]]:
-    """Rows a cause, in the order of the audit."""
-    found: dict[str, list[Row]] = {}
-    for row in audit.rows:
-        found.setdefault(row.cause, []).append(row)
-    return found
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(_escaped(cell) for cell in cells)} |"
-
-
-def _escaped(text: str) -> str:
-    for character in "\\|*_<>`[]":
-        text = text.replace(character, f"\\{character}")
-    return text
 
 
 def as_csv(audit: Audit) -> str:
@@ -190,10 +167,9 @@ def page(audit: Audit) -> str:
         date=today(),
         versions=versions(),
         device=audit.device,
-        subjects=list(by_subject(audit)),
+        subjects=list(by(audit, "subject")),
         groups=_groups(audit),
         notes=notes(audit),
-        marks=MARKS,
         reached=REACHED,
     )
 
@@ -201,7 +177,7 @@ def page(audit: Audit) -> str:
 def _groups(audit: Audit) -> list[tuple[str, list[tuple[str, str, list[Row], list[tuple[str, list[Row]]]]]]]:
     """(incident, [(cause, title, its rows, [(anchor, rows that share a witness)])]); `anchors` of rows are unique."""
     found: dict[str, list[tuple[str, str, list[Row], list[tuple[str, list[Row]]]]]] = {}
-    for cause, rows in by_cause(audit).items():
+    for cause, rows in by(audit, "cause").items():
         shared: dict[tuple[str, str, str], list[Row]] = {}
         for row in rows:
             shared.setdefault((row.status, row.witness, row.reach), []).append(row)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 from markupsafe import escape
 
+from specmortem.report.terminal import markdown_table
 from specmortem.tools.engine import compare
 from specmortem.tools.engine.compare import MEASURES, Measure
 from specmortem.tools.engine.result import FILE_NAME, ArmRuns, EngineResults
@@ -132,21 +133,11 @@ def markdown(results: EngineResults) -> str:
     """Both tables, the commands and the notes."""
     lines = [f"## {results.incident}: on the whole engine", "", results.question, ""]
     lines += [f"Status: {results.status}. Seed {results.seed}. Pins: {pins(results)}.", ""]
-    lines += [*_markdown_table(arms_table(results)), "", *_markdown_table(comparisons_table(results)), ""]
+    for table in (arms_table(results), comparisons_table(results)):
+        lines += [*markdown_table(list(table.columns), table.itertuples(index=False)), ""]
     lines += [compare.CAVEAT, "", *(f"- {note}" for note in results.notes), ""]
     lines += ["```", *results.command.split("\n"), "```", ""]
     return "\n".join(lines)
-
-
-def _markdown_table(table: pd.DataFrame) -> list[str]:
-    def row(cells: list[object]) -> str:
-        return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-    return [
-        row(list(table.columns)),
-        row(["---"] * len(table.columns)),
-        *(row(list(cells)) for cells in table.itertuples(index=False)),
-    ]
 
 
 def html(results: EngineResults) -> str:

@@ -81,8 +81,6 @@ def load(ctx: click.Context, /, form: str, out: Path, expect: str | None, **opti
     Exit code: 0 the run ended (with --expect: whole and clean), 1 the expectation failed, 2 bad input, no server, or
     a warm-up that was refused, 130 interrupted; the result is then partial and valid.
     """
-    from rich.console import Console
-
     from specmortem.tools.load import address, render
     from specmortem.tools.load.outcome import Outcome
     from specmortem.tools.load.result import Status
@@ -97,7 +95,7 @@ def load(ctx: click.Context, /, form: str, out: Path, expect: str | None, **opti
     if form == "json":
         click.echo(result.as_json(), nl=False)
     else:
-        render.terminal(result, Console())
+        render.terminal(result)
         click.echo(f"result: {out / FILE}\npage: {out / PAGE}")
     if result.status is Status.INTERRUPTED:
         ctx.exit(INTERRUPTED)
@@ -257,18 +255,8 @@ class _Bar:
 @contextmanager
 def _progress(planned: int) -> Iterator[Watcher]:
     """A live bar on stderr where that is a terminal, and a line a round in any case."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from specmortem.report.terminal import progress
 
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn(
-            "{task.fields[flight]} in flight, {task.fields[bad]} detected, {task.fields[tokens]} tokens"
-        ),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+    told = "{task.fields[flight]} in flight, {task.fields[bad]} detected, {task.fields[tokens]} tokens"
+    with progress(told) as bars:
         yield _Bar(bars, planned)

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from specmortem.report.terminal import CLEAN, FAULT, OPEN, Line, write_lines, write_table
 from specmortem.tools.load.metrics import COLLAPSE_RULE
 from specmortem.tools.load.outcome import MEANING, UNREMARKABLE, Outcome, Record
 from specmortem.tools.load.result import COMPLETE, Finding, Result, Status
@@ -27,6 +28,7 @@ STATUS_SAID = {
     Status.INTERRUPTED: "interrupted",
 }
 IDS_SHOWN = 6
+ROUND_COLUMNS = ("round", "sent", "ok", "first text, s", "request, s", "longest, s", "tokens/s")
 
 
 @dataclass(frozen=True)
@@ -117,48 +119,30 @@ def number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def terminal(result: Result, console: Console) -> None:
+def terminal(result: Result, console: Console | None = None) -> None:
     """Headline, findings, rounds, acceptance and notes."""
-    from rich.text import Text
-
-    console.print(Text(headline(result), style="bold blue" if result.clean else "bold red"))
     settings = result.settings
     counted = ", ".join(f"{count} {outcome}" for outcome, count in result.counts.items())
-    console.print(
-        Text(f"{settings['url']}  {result.model}  {settings['shape']['name']}, seed {settings['seed']}")
-    )
-    console.print(Text(f"sent {len(result.requests)} of {result.planned} planned: {counted or 'none'}"))
+    head: list[str | Line] = [
+        Line(headline(result), f"bold {CLEAN}" if result.clean else FAULT),
+        f"{settings['url']}  {result.model}  {settings['shape']['name']}, seed {settings['seed']}",
+        f"sent {len(result.requests)} of {result.planned} planned: {counted or 'none'}",
+    ]
+    write_lines(head, console)
     if result.findings:
-        _table(
-            console,
-            ("detected", "requests", "first seen"),
-            [(f.kind, f"{len(f.requests) or '–'}  {ids(f)}", f.said) for f in result.findings],
-        )
-    columns = ("round", "sent", "ok", "first text s", "request s", "longest s", "tokens/s")
-    _table(console, columns, [_cells(r) for r in rounds(result)])
-    if result.overall:
-        o = result.overall
+        found = [(Line(f.kind), f"{len(f.requests) or '–'}  {ids(f)}", Line(f.said)) for f in result.findings]
+        write_table(("detected", "requests", "first seen"), found, console=console)
+    write_table(ROUND_COLUMNS, map(_cells, rounds(result)), console=console)
+    if o := result.overall:
         told = f"acceptance {o.rate:.1%} of {o.draft_tokens} draft tokens, {o.length:.2f} tokens a step"
-        console.print(Text(told))
-    for reason in result.not_judged:
-        console.print(Text(f"not judged: {reason}", style="yellow"))
-    for note in result.notes:
-        console.print(Text(f"note: {note}", style="yellow"))
+        write_lines([told], console)
+    write_lines((Line(f"not judged: {reason}", OPEN) for reason in result.not_judged), console)
+    write_lines((Line(f"note: {note}", OPEN) for note in result.notes), console)
 
 
 def _cells(r: Round) -> tuple[str, ...]:
     seconds = (number(r.first_text_s), number(r.request_s), number(r.longest_s))
     return (str(r.number or "warm-up"), str(r.sent), str(r.ok), *seconds, number(r.tokens_per_s, 1))
-
-
-def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
 
 
 def page(result: Result) -> str:
@@ -177,7 +161,8 @@ def page(result: Result) -> str:
         result=result,
         headline=headline(result),
         status=STATUS_SAID[result.status],
-        rounds=[(r, _cells(r)) for r in rounds(result)],
+        round_columns=ROUND_COLUMNS,
+        rounds=list(map(_cells, rounds(result))),
         meaning={outcome.value: meaning for outcome, meaning in MEANING.items()},
         rules=(LOOP_RULE, EARLY_RULE, COLLAPSE_RULE),
         figures=[(Markup(svg), alt) for svg, alt in _figures(result)],

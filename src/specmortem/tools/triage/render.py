@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 from specmortem.tools.triage.judge import INSUFFICIENT, NONE
@@ -238,29 +238,18 @@ def _where(fact: Mapping[str, Any]) -> str:
 
 def as_html(report: TriageReport) -> str:
     """A page of its own: no script, nothing fetched, everything from the log escaped."""
+    from specmortem.report.html import standalone
+
     parts = [
         (part, headline(part.data), _shown(part.data), _timeline(part.data["facts"])) for part in report.parts
     ]
-    return str(
-        _template().render(
-            parts=parts,
-            redacted=sorted(report.redacted.items()),
-            environment_names=ENVIRONMENT,
-            evidence_names=EVIDENCE,
-            where=_where,
-        )
+    return standalone(
+        Path(__file__).parent,
+        "triage.html.j2",
+        "the triage",
+        parts=parts,
+        redacted=sorted(report.redacted.items()),
+        environment_names=ENVIRONMENT,
+        evidence_names=EVIDENCE,
+        where=_where,
     )
-
-
-@cache
-def _template() -> Any:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("specmortem.tools.triage", "template"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("triage.html.j2")
