@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from specmortem import _forkserver as _nursery
+from specmortem import _forkserver
 from specmortem import isolation
 from specmortem.errors import BadInputError
 from specmortem.isolation import Arm, ArmResult, Device, death_kind, exception_kind, run_arm, run_arms
@@ -87,7 +87,7 @@ ENDS: list[tuple[Arm, str, str]] = [
     (arm("fail", message="CUDA error: device-side assert triggered"), "device-assert", "device-side"),
     (arm("give_a_set"), "python-error", "returned a value that JSON cannot hold"),
     (arm("give_itself"), "python-error", "returned a value that JSON cannot hold"),
-    (arm("give_text", size=_nursery.RECORD_LIMIT), "python-error", "return a summary"),
+    (arm("give_text", size=_forkserver.RECORD_LIMIT), "python-error", "return a summary"),
     (arm("scribble_over_the_record"), "python-error", "cannot be read"),
     (arm("no_such_function"), "python-error", "AttributeError"),
     (Arm("no_such_module:f"), "python-error", "ModuleNotFoundError"),
@@ -225,7 +225,7 @@ def test_a_process_with_a_second_thread_may_not_fork() -> None:
     thread = threading.Thread(target=stop.wait)
     thread.start()
     try:
-        assert not _nursery.may_fork("isolated_targets:give")
+        assert not _forkserver.may_fork("isolated_targets:give")
     finally:
         stop.set()
         thread.join()
@@ -414,16 +414,16 @@ def test_kind_of_a_death(number: signal.Signals, stderr: str, oom_killed: bool, 
 )
 def test_the_count_of_kernel_kills_is_read_from_either_version_of_cgroups(tmp_path: Path, text: str) -> None:
     (tmp_path / "events").write_text(text)
-    assert _nursery.oom_count(tmp_path / "events") == 2
+    assert _forkserver.oom_count(tmp_path / "events") == 2
 
 
 def test_only_a_kill_that_the_kernel_counted_and_nobody_ordered_is_put_down_to_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_nursery, "oom_kills", lambda: 4)
-    child = _nursery.Child(index=0, began=0.0, deadline=1.0, oom_kills=3)
-    late = _nursery.Child(index=0, began=0.0, deadline=1.0, oom_kills=3, timed_out=True)
-    other = _nursery.Child(index=0, began=0.0, deadline=1.0, oom_kills=4)
+    monkeypatch.setattr(_forkserver, "oom_kills", lambda: 4)
+    child = _forkserver.Child(index=0, began=0.0, deadline=1.0, oom_kills=3)
+    late = _forkserver.Child(index=0, began=0.0, deadline=1.0, oom_kills=3, timed_out=True)
+    other = _forkserver.Child(index=0, began=0.0, deadline=1.0, oom_kills=4)
     assert child.killed_for_memory(-signal.SIGKILL)
     assert not child.killed_for_memory(-signal.SIGSEGV)
     assert not late.killed_for_memory(-signal.SIGKILL)

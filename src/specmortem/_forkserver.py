@@ -33,7 +33,7 @@ MESSAGE_LIMIT = 4000  # characters of an exception's text
 BROKEN_EXIT = 70
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from specmortem import _nursery; _nursery.main(sys.argv[2:])"
+    "from specmortem import _forkserver; _forkserver.main(sys.argv[2:])"
 )
 
 

@@ -32,7 +32,7 @@ from typing import Any, Literal, cast, get_args
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specmortem import _forkserver as _nursery
+from specmortem import _forkserver
 from specmortem.errors import BadInputError, UnavailableError
 
 Device = Literal["sim", "cuda"]
@@ -233,7 +233,7 @@ class _Supervisor:
         """In a session of its own, so that Ctrl-C reaches only the caller."""
         with self.log.open("wb") as log:
             return subprocess.Popen(
-                _nursery.command("supervise", str(reports), str(self.folder), self.device),
+                _forkserver.command("supervise", str(reports), str(self.folder), self.device),
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -282,7 +282,7 @@ class _Supervisor:
         self.reports.close()
         for pid in self.folder.glob("*/pid"):
             with suppress(OSError, ValueError):
-                _nursery.kill_group(int(pid.read_text()))
+                _forkserver.kill_group(int(pid.read_text()))
 
 
 @contextmanager
@@ -393,8 +393,8 @@ def _judge(arm: Arm, report: Mapping[str, Any], record: Path, stderr: str) -> tu
 def _read_record(path: Path) -> tuple[Kind, Any, str]:
     """(kind, value, message) that the child wrote down."""
     try:
-        if path.stat().st_size > _nursery.RECORD_LIMIT:
-            raise ValueError(f"it has more than {_nursery.RECORD_LIMIT} bytes")
+        if path.stat().st_size > _forkserver.RECORD_LIMIT:
+            raise ValueError(f"it has more than {_forkserver.RECORD_LIMIT} bytes")
         record = json.loads(path.read_bytes())
         if set(record) == {"value"}:
             return "value", record["value"], ""

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from specmortem import _forkserver as _nursery
+from specmortem import _forkserver
 
 FILE_BYTES = 64 << 20
 MEMORY_BYTES = 4 << 30
@@ -102,7 +102,7 @@ def enter(cpu_seconds: float, *, strict: bool) -> str:
         ("RLIMIT_FSIZE", FILE_BYTES),
         ("RLIMIT_NOFILE", OPEN_FILES if strict else 4096),
     ):
-        _nursery.limit(what, most)
+        _forkserver.limit(what, most)
     if not strict:
         return "limits of time and files"
     return (
