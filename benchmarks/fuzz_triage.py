@@ -18,7 +18,7 @@ import click
 if "--atheris" in sys.argv:
     import atheris
 
-    with atheris.instrument_imports(include=["specmortem.tools.triage"]):
+    with atheris.instrument_imports(include=["specmortem.statements", "specmortem.tools.triage"]):
         import specmortem.tools.triage.render  # noqa: F401
 
 from specmortem.tools.triage import triage_text

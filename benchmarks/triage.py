@@ -25,9 +25,9 @@ from typing import Any
 
 import click
 
+from specmortem.statements.facts import FactBook
 from specmortem.tools.triage import reader, rules
 from specmortem.tools.triage.cases import split
-from specmortem.tools.triage.facts import FactBook
 from specmortem.tools.triage.judge import INSUFFICIENT, NONE, Answer, judge
 from specmortem.verdict import write_atomically
 

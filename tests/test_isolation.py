@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from specmortem import _forkserver
-from specmortem import isolation
+from specmortem import _forkserver, isolation
 from specmortem.errors import BadInputError
 from specmortem.isolation import Arm, ArmResult, Device, death_kind, exception_kind, run_arm, run_arms
 

@@ -8,7 +8,8 @@ from tools.audit.conftest import CAUSE
 
 from specmortem.cli import main
 from specmortem.report.html import check_self_contained
-from specmortem.tools.audit import launch, matrix, subjects
+from specmortem.statements import launch
+from specmortem.tools.audit import matrix, subjects
 from specmortem.tools.audit.matrix import Audit
 
 

@@ -4,8 +4,8 @@ import shlex
 
 import pytest
 
+from specmortem.statements.facts import STATED, Fact, FactBook
 from specmortem.tools.triage import rules, triage_text
-from specmortem.tools.triage.facts import STATED, Fact, FactBook
 from specmortem.tools.triage.judge import judge
 
 from . import logs
@@ -39,7 +39,7 @@ def test_a_release_that_ran_the_old_engine_is_none_of_these(version):
 
 
 def test_the_audit_command_is_one_that_audit_reads():
-    from specmortem.tools.audit import launch
+    from specmortem.statements import launch
 
     command = data(logs.PIPELINE)["links"]["audit"]
     config = launch.parse(shlex.split(command)[1])
@@ -226,14 +226,14 @@ def test_a_run_with_another_target_back_end_tells_of_the_drafter_only_to_0_20():
 
 
 def test_the_audit_command_carries_the_drafters_back_end():
-    from specmortem.tools.audit import launch
+    from specmortem.statements import launch
 
     config = launch.parse(shlex.split(data(logs.MTP)["links"]["audit"])[1])
     assert (config.attention, config.draft_attention, config.unknown) == ("FLASHINFER", "FLASHINFER", ())
 
 
 def test_rules_that_ignore_the_drafters_key_are_found_out(monkeypatch):
-    from specmortem.tools.triage import signs
+    from specmortem.statements import signs
 
     kept = [sign for sign in signs.all_signs().signs if sign.fact != "draft_backend"]
     monkeypatch.setattr("specmortem.tools.triage.reader.all_signs", lambda: signs.Signs(kept))

@@ -8,8 +8,9 @@ import pytest
 
 from specmortem import incident
 from specmortem.errors import BadInputError
-from specmortem.tools.triage import rules, signs
-from specmortem.tools.triage.facts import Fact, FactBook
+from specmortem.statements import signs
+from specmortem.statements.facts import Fact, FactBook
+from specmortem.tools.triage import rules
 from specmortem.tools.triage.judge import judge
 
 

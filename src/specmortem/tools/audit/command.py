@@ -89,7 +89,8 @@ def audit(
     Exit code: 1 a fault (with --config: one that is not ruled out), else 2 a subject could not be had, else 3
     something could not be judged, else 0.
     """
-    from specmortem.tools.audit import launch, matrix
+    from specmortem.statements import launch
+    from specmortem.tools.audit import matrix
     from specmortem.tools.audit.work import workers
 
     chosen = _subjects(subjects, all_releases, python)

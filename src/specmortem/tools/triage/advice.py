@@ -6,8 +6,8 @@ import re
 import shlex
 
 from specmortem import incident
+from specmortem.statements.config import settings
 from specmortem.tools.triage.judge import INSUFFICIENT, NONE, Answer
-from specmortem.tools.triage.reach import settings
 
 _SAFE = re.compile(r"[\w.+-]{1,60}(?:/[\w.+-]{1,60})?")
 

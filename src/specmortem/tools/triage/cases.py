@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from specmortem.tools.triage.facts import Fact, FactBook
+from specmortem.statements.facts import Fact, FactBook
 from specmortem.tools.triage.reader import Segment
 
 BROKE = ("fault", "symptom", "phase")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from specmortem.tools.triage.engine_re import PatternSet, compile_text
-from specmortem.tools.triage.signs import data
+from specmortem.statements.engine_re import PatternSet, compile_text
+from specmortem.statements.signs import data
 
 LONGEST, SHORTEST = 2_000, 8  # characters of a line, and of a clause in it, that can tell of a control
 

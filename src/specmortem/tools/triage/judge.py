@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specmortem.exposure import Config
+from specmortem.statements.config import config
+from specmortem.statements.derived import complete
+from specmortem.statements.facts import Fact, FactBook
 from specmortem.tools.triage import reach
-from specmortem.tools.triage.derived import complete
-from specmortem.tools.triage.facts import Fact, FactBook
 from specmortem.tools.triage.rules import FactCondition, NextExperiment, Rules, load
 
 Confidence = Literal["high", "medium", "low", "none"]
@@ -111,7 +112,7 @@ def _weighed(book: FactBook, rules: Rules) -> list[Candidate]:
             all_of[target].cons.append(argument)
         for target in rules.targets(rule.excludes):
             all_of[target].excluded.append(argument)
-    settings = reach.config(book)
+    settings = config(book)
     for cause in rules.causes:
         _reachable(all_of[cause], book, settings)
     return list(all_of.values())

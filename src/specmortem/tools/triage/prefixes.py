@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specmortem.tools.triage.engine_re import compile_text
+from specmortem.statements.engine_re import compile_text
 from specmortem.tools.triage.symptoms import measured
 
 HEAD = 400  # characters; a prefix that is longer is none

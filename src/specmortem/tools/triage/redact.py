@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from specmortem.tools.triage.engine_re import compile_text
+from specmortem.statements.engine_re import compile_text
 from specmortem.tools.triage.prefixes import clean
 
 SOURCE_FILES = (".py", ".cpp", ".cu", ".cuh", ".h", ".so")

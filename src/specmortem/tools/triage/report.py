@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specmortem.statements.facts import Fact
 from specmortem.tools.triage import advice
-from specmortem.tools.triage.facts import Fact
 from specmortem.tools.triage.judge import Answer, Argument, Candidate
 from specmortem.tools.triage.redact import Redactor
 

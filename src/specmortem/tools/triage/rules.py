@@ -18,7 +18,7 @@ from typing import Any
 
 from specmortem.errors import BadInputError
 from specmortem.incident import all_incidents
-from specmortem.tools.triage.facts import Fact, FactBook
+from specmortem.statements.facts import Fact, FactBook
 
 SCHEMA = 1
 FILE_NAME = "rules.toml"

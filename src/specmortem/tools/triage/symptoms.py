@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from specmortem.tools.triage.engine_re import compile_text
-from specmortem.tools.triage.facts import PROSE, STATED
+from specmortem.statements.engine_re import compile_text
+from specmortem.statements.facts import PROSE, STATED
 
 LONGEST_UNIT = 12
 FEWEST_REPEATS = 6

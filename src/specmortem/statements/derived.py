@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 
 from specmortem import exposure
-from specmortem.tools.audit.launch import gpu_of
-from specmortem.tools.triage import reach
-from specmortem.tools.triage.facts import PROSE, STATED, Fact, FactBook
-from specmortem.tools.triage.signs import backend
+from specmortem.statements.config import config
+from specmortem.statements.facts import PROSE, STATED, Fact, FactBook
+from specmortem.statements.gpus import gpu_of
+from specmortem.statements.signs import backend
 
 CONCURRENT, SINGLE = "many", "single"
 LOW_KV_PERCENT = 30.0
@@ -38,6 +38,13 @@ def complete(book: FactBook) -> FactBook:
     ):
         result.extend(follow(result))
     return result
+
+
+def with_names(book: FactBook) -> FactBook:
+    """The book with what names stand for: the architecture of a GPU, and the backends that vLLM says it chose."""
+    for follow in (_architecture, _chosen_backend):
+        book.extend(follow(book))
+    return book
 
 
 def _without_controls(book: FactBook) -> list[Fact]:
@@ -145,7 +152,7 @@ def _chosen_backend(book: FactBook) -> list[Fact]:
 
 def _drafter_follows(book: FactBook) -> list[Fact]:
     """`drafter_follows`: whether the drafter has the target's attention backend in this release."""
-    follows = exposure.follows_target(reach.config(book))
+    follows = exposure.follows_target(config(book))
     return (
         []
         if follows is None
@@ -159,5 +166,5 @@ def _loop_backend(book: FactBook) -> list[Fact]:
     methods = book.values("method")
     if not named or (methods and not LOOP_DRAFTERS & set(methods)):
         return []
-    known = exposure.resolve(reach.config(book)).draft_attention
+    known = exposure.resolve(config(book)).draft_attention
     return [_because(named[0], "loop_backend", backend(known) or "depends")]

@@ -13,172 +13,62 @@ from typing import Any
 
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.exposure import NO_SPECULATION, Config, is_hybrid
+from specmortem.statements.config import config
+from specmortem.statements.derived import with_names
+from specmortem.statements.gpus import gpu_of
+from specmortem.statements.signs import all_signs, book_of, log_signs
 
 MAX_BYTES = 4 << 20
 COMMAND = re.compile(r"\bvllm\s+serve\b|\bapi_server\b|\bvllm\.entrypoints\b")
 FLAG = re.compile(r"(?<!\S)--?[a-z]")
 SHORT = frozenset({"tp", "pp", "sc", "cc", "ac"})
-GPUS: Mapping[str, int] = {
-    r"\bRTX\s*PRO\s*\d{4}|\bRTX\s*50[5-9]0|\b5090\b": 120,
-    r"\bGB10\b|\bDGX\s*Spark": 121,
-    r"\bG?B300\b": 103,
-    r"\bB100\b|\bG?B200\b": 100,
-    r"\bG?H[12]00\b|\bH800\b|\bH20\b": 90,
-    r"\bRTX\s*40[5-9]0|\bL40S?\b|\bL4\b|\bRTX\s*\d{4}\s*Ada": 89,
-    r"\bRTX\s*30[5-9]0|\b3090\b|\bA40\b|\bA10G?\b|\b(?:RTX\s*)?A[456]000\b": 86,
-    r"\bA[18]00\b|\bA30\b|\bGA100\b|\bCMP\s*170HX": 80,
+# Flags that decide something, by the field that they set. Short forms are vLLM's own; the last ones are of reports.
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "pipeline": ("pipeline-parallel-size", "pp"),
+    "tensor": ("tensor-parallel-size", "tp"),
+    "max_num_seqs": ("max-num-seqs", "max-seqs"),
+    "block_size": ("block-size",),
+    "drafts": ("num-speculative-tokens", "num-spec-tokens", "draft-tokens", "k"),
+    "model": ("model",),
+    "cache_mode": ("mamba-cache-mode", "cache-mode"),
+    "kv_cache_dtype": ("kv-cache-dtype",),
+    "draft_kv_cache_dtype": ("draft-kv-cache-dtype",),
+    "attention": ("attention-backend",),
+    "draft_attention": ("draft-attention-backend",),
+    "cudagraphs": ("cudagraph-mode",),
+    "speculation": ("method", "spec"),
+    "runner": ("runner",),
+    "version": ("version", "vllm"),
+    "gpu": ("gpu", "arch"),
+    "eager": ("enforce-eager", "eager"),
+    "prefix_caching": ("enable-prefix-caching", "prefix-caching", "prefix-cache"),
+    "async_scheduling": ("async-scheduling", "async"),
+    "hybrid": ("hybrid",),
 }
-
-
-def gpu_of(text: str) -> int | None:
-    """Compute capability times ten of a GPU: `sm_90`, `9.0`, a name or, for a GeForce, its number; None if unknown."""
-    digits = re.sub(r"^sm_?", "", text.lower()).replace(".", "")
-    if re.fullmatch(r"[0-9]{2,3}", digits):
-        return int(digits)
-    found = _named_gpu(text, re.IGNORECASE) or _named_gpu(f"RTX {text}", re.IGNORECASE)
-    return found[0] if found else None
-
-
-def _named_gpu(text: str, flags: re.RegexFlag = re.NOFLAG) -> tuple[int, str] | None:
-    """What a name in the text stands for, and the name."""
-    matches = ((gpu, re.search(pattern, text, flags)) for pattern, gpu in GPUS.items())
-    return next(((gpu, match[0]) for gpu, match in matches if match), None)
-
-
-# Flags that decide something: the field, and how a value is read. Short forms are vLLM's own.
-NUMBERS: Mapping[str, str] = {
-    "pipeline-parallel-size": "pipeline",
-    "pp": "pipeline",
-    "tensor-parallel-size": "tensor",
-    "tp": "tensor",
-    "max-num-seqs": "max_num_seqs",
-    "max-seqs": "max_num_seqs",
-    "block-size": "block_size",
-    "num-speculative-tokens": "drafts",
-    "num-spec-tokens": "drafts",
-    "draft-tokens": "drafts",
-    "k": "drafts",
-}
-WORDS: Mapping[str, str] = {
-    "model": "model",
-    "mamba-cache-mode": "cache_mode",
-    "cache-mode": "cache_mode",
-    "kv-cache-dtype": "kv_cache_dtype",
-    "draft-kv-cache-dtype": "draft_kv_cache_dtype",
-    "attention-backend": "attention",
-    "draft-attention-backend": "draft_attention",
-    "cudagraph-mode": "cudagraphs",
-    "method": "speculation",
-    "spec": "speculation",
-    "runner": "runner",
-    "version": "version",
-    "vllm": "version",
-    "gpu": "gpu",
-    "arch": "gpu",
-}
-SWITCHES: Mapping[str, str] = {
-    "enforce-eager": "eager",
-    "eager": "eager",
-    "enable-prefix-caching": "prefix_caching",
-    "prefix-caching": "prefix_caching",
-    "prefix-cache": "prefix_caching",
-    "async-scheduling": "async_scheduling",
-    "async": "async_scheduling",
-    "hybrid": "hybrid",
-}
+FIELD: Mapping[str, str] = {flag: field for field, flags in FLAGS.items() for flag in flags}
+SWITCH_FIELDS = ("eager", "prefix_caching", "async_scheduling", "hybrid")
+SWITCHES = frozenset(flag for field in SWITCH_FIELDS for flag in FLAGS[field])
 NEUTRAL = frozenset(
     {
-        "api-key",
-        "served-model-name",
-        "port",
-        "host",
-        "dtype",
-        "trust-remote-code",
-        "max-model-len",
-        "gpu-memory-utilization",
-        "max-num-batched-tokens",
-        "enable-chunked-prefill",
-        "language-model-only",
-        "seed",
-        "quantization",
-        "tokenizer",
-        "download-dir",
-        "reasoning-parser",
-        "tool-call-parser",
-        "enable-auto-tool-choice",
-        "disable-log-stats",
-        "disable-log-requests",
-        "load-format",
-        "limit-mm-per-prompt",
-        "chat-template",
-        "uvicorn-log-level",
-        "generation-config",
-        "tokenizer-mode",
-        "revision",
-        "hf-overrides",
-        "kv-cache-memory-bytes",
-        "swap-space",
-        "cpu-offload-gb",
-        "enable-log-requests",
-        "model-tag",
-        "mode",
-        "max-seq-len",
-        "cuda-visible-devices",
-        "cuda-device-order",
-        "cuda-launch-blocking",
-        "hf-home",
-        "hf-token",
-        "pytorch-cuda-alloc-conf",
-        "pytorch-alloc-conf",
+        "api-key", "served-model-name", "port", "host", "dtype", "trust-remote-code", "max-model-len",
+        "gpu-memory-utilization", "max-num-batched-tokens", "enable-chunked-prefill", "language-model-only",
+        "seed", "quantization", "tokenizer", "download-dir", "reasoning-parser", "tool-call-parser",
+        "enable-auto-tool-choice", "disable-log-stats", "disable-log-requests", "load-format",
+        "limit-mm-per-prompt", "chat-template", "uvicorn-log-level", "generation-config", "tokenizer-mode",
+        "revision", "hf-overrides", "kv-cache-memory-bytes", "swap-space", "cpu-offload-gb",
+        "enable-log-requests", "model-tag", "mode", "max-seq-len", "cuda-visible-devices", "cuda-device-order",
+        "cuda-launch-blocking", "hf-home", "hf-token", "pytorch-cuda-alloc-conf", "pytorch-alloc-conf",
         "cudagraph-capture-sizes",
     }
-)
+)  # fmt: skip
+V2_VARIABLE = "vllm-use-v2-model-runner"
+RUNNERS: Mapping[bool | None, str] = {True: "v2", False: "v1", None: ""}
 TRUE, FALSE = {"1", "true", "yes", "on", ""}, {"0", "false", "no", "off"}
-RUNNERS: Mapping[bool | None, str | None] = {True: "v2", False: "v1", None: None}
 JSON_FLAGS = ("speculative-config", "compilation-config", "attention-config", "sc", "cc", "ac")
 # Inside speculative_config these mean what they mean outside; any other key is the drafter's.
 SPECULATION = ("speculative-config", "sc")
 SHARED = frozenset(
     {"method", "spec", "model", "num-speculative-tokens", "num-spec-tokens", "draft-tokens", "k"}
-)
-# What vLLM prints where no backend is named; its last such line is the drafter's, which is loaded after the target.
-CHOSEN = r"Using (\w+) attention backend out of"
-# Lines of a log: (pattern, field, value), or the field that the first group gives.
-LOG_LINES: tuple[tuple[str, str, Any], ...] = (
-    (r"Using V2 Model Runner", "runner", "v2"),
-    (r"Asynchronous scheduling is enabled", "async_scheduling", True),
-    (r"Asynchronous scheduling is disabled", "async_scheduling", False),
-    (r"Mamba cache mode is set to '(none|align|all)'", "cache_mode", None),
-    (r"Initializing a V1 LLM engine \(v([^)\s]+)\)", "version", None),
-    (r"\bvLLM(?: API server version)?[: ]+v?(\d+\.\d+\.\d+[\w.+]*)", "version", None),
-    (r"Resolved architecture: (\w+)", "model", None),
-    (r"Using AttentionBackendEnum\.(\w+) backend", "attention", None),
-    (CHOSEN, "attention", None),
-    (r"\b(?:sm_?|SM)(\d{2,3})\b", "gpu", None),
-)
-# What a report states in words, beside or instead of flags.
-STATEMENTS: tuple[tuple[str, str, Any], ...] = (
-    (r"\bV2 (?:GPU )?(?:model )?runner\b", "runner", "v2"),
-    (r"\bV1 (?:GPU )?(?:model )?runner\b|\bvLLM [\w.]+, V1$", "runner", "v1"),
-    (r"(?<!no )(?<!without )\bprefix caching\b(?! (?:is )?(?:off|disabled))", "prefix_caching", True),
-    (
-        r"\bprefix caching (?:is )?(?:off|disabled)\b|\b(?:no|without) prefix caching\b",
-        "prefix_caching",
-        False,
-    ),
-    (r"\basync(?:hronous scheduling)? on\b|\bwith async scheduling\b", "async_scheduling", True),
-    (r"\basync(?:hronous scheduling)? off\b", "async_scheduling", False),
-    (r"\bmamba[-_ ]cache[-_ ]mode[= ](align|all|none)\b|\((?:mamba )?(align)\)", "cache_mode", None),
-    (r"cudagraph_mode[\"']?\s*[:= ]\s*[\"']?([A-Z_]+)", "cudagraphs", None),
-    (r"\bmethod[\"']?\s*[:= ]\s*[\"']?(\w*mtp|dflash\d?|eagle3?)\b", "speculation", None),
-    (r"\bMTP\b", "speculation", "mtp"),
-    (r"\bDFlash", "speculation", "dflash"),
-    (r"\bEAGLE", "speculation", "eagle"),
-    (r"num_spec(?:ulative)?_tokens[\"']?\s*[:= ]\s*(\d+)", "drafts", None),
-    (r"\bMTP (?:n ?= ?)?(\d+)\b|\b(\d+) (?:speculative|draft) tokens", "drafts", None),
-    (r"\bFlash[Ii]nfer attention\b|\battention back ?end flashinfer\b", "attention", "FLASHINFER"),
-    (r"\bTP ?= ?(\d+)", "tensor", None),
-    (r"\bPP ?= ?(\d+)", "pipeline", None),
 )
 
 
@@ -282,38 +172,24 @@ class _Notes:
 
     def known(self, key: str, value: str, source: str) -> bool:
         """Put down a field that decides something; False for any other key."""
-        negated = key.startswith("no-") and key[3:] in SWITCHES
-        if negated or key in SWITCHES:
-            switch = _switch(value)
-            name = SWITCHES[key[3:] if negated else key]
-            self.put(name, None if switch is None else switch is not negated, source)
-        elif key == "vllm-use-v2-model-runner":
-            self.put("runner", RUNNERS[_switch(value)], source)
-        elif key in NUMBERS:
-            self.put(NUMBERS[key], _count(value), source)
-        elif key in WORDS:
-            self.put(WORDS[key], _word(WORDS[key], value), source)
-        else:
+        if key == V2_VARIABLE:
+            key, value = "runner", RUNNERS[_switch(value)]
+        flag = key.removeprefix("no-") if key.removeprefix("no-") in SWITCHES else key
+        if flag not in FIELD:
             return False
+        found = READERS.get(FIELD[flag], str)(value.strip().strip("\"'"))
+        self.put(FIELD[flag], found if flag == key or found is None else not found, source)
         return True
 
     def sentences(self, text: str, *, whole: bool) -> None:
         """Lines of a log, and, where no whole command says it, what a report states in words."""
-        for pattern, name, value in LOG_LINES + (() if whole else STATEMENTS):
-            if found := re.search(pattern, text, re.MULTILINE):
-                given = value if value is not None else _word(name, next(g for g in found.groups() if g))
-                self.put(name, given, f"“{found[0]}”")
-        if own := re.findall(CHOSEN, text):
-            self.put("draft_attention", _word("draft_attention", own[-1]), f"“Using {own[-1]} … out of”")
-        if named := _named_gpu(text):
-            self.put("gpu", *named)
-        if found := re.search(r"^Model: (?!see flags)(\S+)|\b(Qwen3\.[5-9]-[\w.-]+)", text, re.MULTILINE):
-            self.put("model", found[1] or found[2], "its model")
-        if (
-            self.fields.get("cache_mode") in ("align", "all")
-            and is_hybrid(self.fields.get("model", "")) is None
-        ):
-            self.put("hybrid", True, f"mamba_cache_mode {self.fields['cache_mode']}")
+        book = with_names(book_of(text, log_signs() if whole else all_signs()))
+        found = config(book, cite=lambda fact: f"“{fact.match}”")
+        for name, source in found.sources.items():
+            self.put(name, getattr(found, name), source)
+        mode = self.fields.get("cache_mode")
+        if mode in ("align", "all") and is_hybrid(self.fields.get("model", "")) is None:
+            self.put("hybrid", True, f"mamba_cache_mode {mode}")
 
 
 def _switch(value: str) -> bool | None:
@@ -326,35 +202,31 @@ def _count(value: str) -> int | None:
     return int(value) if re.fullmatch(r"[0-9]{1,9}", value) else None
 
 
-def _word(name: str, value: str) -> Any:
-    """A value as its field holds it; None for one that the field cannot hold."""
-    value = value.strip().strip("\"'")
-    readers: Mapping[str, Callable[[str], Any]] = {
-        "cache_mode": lambda v: v if v in ("none", "align", "all") else None,
-        "runner": lambda v: v.lower() if v.lower() in ("v1", "v2") else None,
-        "attention": _backend,
-        "draft_attention": _backend,
-        "cudagraphs": lambda v: v.upper().rpartition(".")[2].partition(":")[0],
-        "speculation": lambda v: v.lower(),
-        "gpu": gpu_of,
-        "drafts": _count,
-        "tensor": _count,
-        "pipeline": _count,
-        "version": lambda v: v.lstrip("v"),
-    }
-    return readers.get(name, str)(value)
-
-
 def _backend(text: str) -> str | None:
     """A backend's name; `auto`, and a JSON null, name none."""
     name = text.upper().rpartition(".")[2]
     return None if name in ("AUTO", "NONE", "NULL", "") else name
 
 
+# How the value of a field is read; None for a value that the field cannot hold.
+READERS: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("pipeline", "tensor", "max_num_seqs", "block_size", "drafts"), _count),
+    **dict.fromkeys(SWITCH_FIELDS, _switch),
+    "cache_mode": lambda value: value if value in ("none", "align", "all") else None,
+    "runner": lambda value: {"v1": "v1", "v2": "v2"}.get(value.lower()),
+    "attention": _backend,
+    "draft_attention": _backend,
+    "cudagraphs": lambda value: value.upper().rpartition(".")[2].partition(":")[0],
+    "speculation": str.lower,
+    "gpu": gpu_of,
+    "version": lambda value: value.lstrip("v"),
+}
+
+
 def _neutral(key: str) -> bool:
     """Whether a flag decides nothing here, as what the drafter has of its own does not."""
     own = key.removeprefix("draft-")
-    return own in NEUTRAL or (own != key and (own in NUMBERS or own in WORDS or own in SWITCHES))
+    return own in NEUTRAL or (own != key and own in FIELD)
 
 
 def _inside(head: str, key: str) -> str:

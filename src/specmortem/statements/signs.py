@@ -11,8 +11,8 @@ from importlib import resources
 from typing import Any
 
 from specmortem.errors import BadInputError
-from specmortem.tools.triage.engine_re import PatternSet, compile_bytes, compile_text, occurrences
-from specmortem.tools.triage.facts import PROSE, STATED
+from specmortem.statements.engine_re import PatternSet, compile_bytes, compile_text, occurrences
+from specmortem.statements.facts import PROSE, STATED, Fact, FactBook
 
 SCHEMA = 1
 MATCHES_A_LINE = 6
@@ -40,7 +40,8 @@ _MACROS: Mapping[str, str] = {
 class FactSign:
     """`pattern` states `fact` = `value`, or its first group where `value` is empty; see the head of `signs.toml`.
 
-    What lies within its match and would state one of the facts in `hides` states nothing.
+    What lies within its match and would state one of the facts in `hides` states nothing. `log` says that vLLM prints
+    it, or that it heads a report, so that it counts beside a whole launch command.
     """
 
     fact: str
@@ -52,6 +53,7 @@ class FactSign:
     denied: str | None = None
     convert: Callable[[str], str] | None = None
     hides: tuple[str, ...] = ()
+    log: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def negated(text: str, start: int, end: int) -> bool:
 def data() -> Mapping[str, Any]:
     """`signs.toml`, parsed. Raises BadInputError for a schema that is not known."""
     found = tomllib.loads(
-        resources.files("specmortem.tools.triage").joinpath("signs.toml").read_text(encoding="utf-8")
+        resources.files("specmortem.statements").joinpath("signs.toml").read_text(encoding="utf-8")
     )
     if found.get("schema") != SCHEMA:
         raise BadInputError(f"signs.toml: schema {found.get('schema')!r} is not {SCHEMA}")
@@ -131,6 +133,22 @@ def data() -> Mapping[str, Any]:
 def all_signs() -> Signs:
     """Every sign of `signs.toml`."""
     return Signs([_sign(entry) for entry in data()["signs"]])
+
+
+@cache
+def log_signs() -> Signs:
+    """Those that count beside a whole launch command."""
+    return Signs([sign for sign in all_signs().signs if sign.log])
+
+
+def book_of(text: str, signs: Signs) -> FactBook:
+    """What the lines of a text state by these signs."""
+    book = FactBook()
+    for number, line in enumerate(text.splitlines(), 1):
+        for found in signs.find(line):
+            match = line[found.start : found.end].strip()
+            book.add(Fact(found.sign.fact, found.value, "", number, line, found.sign.rank, match=match))
+    return book
 
 
 def _sign(entry: Mapping[str, Any]) -> FactSign:
@@ -145,6 +163,7 @@ def _sign(entry: Mapping[str, Any]) -> FactSign:
             entry.get("denied"),
             CONVERTERS[entry["convert"]] if "convert" in entry else None,
             tuple(entry.get("hides", ())),
+            entry.get("log", False),
         )
     except KeyError as error:
         raise BadInputError(f"signs.toml: {entry!r} has no {error}, or names an unknown one") from None

@@ -2,7 +2,8 @@
 
 import pytest
 
-from specmortem.tools.triage import reader, signs
+from specmortem.statements import signs
+from specmortem.tools.triage import reader
 from specmortem.tools.triage.prefixes import records
 
 

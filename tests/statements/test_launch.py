@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.exposure import is_hybrid, resolve
 from specmortem.incident import causes, reached, reaches, rules
-from specmortem.tools.audit import launch
+from specmortem.statements import launch
+from specmortem.statements.gpus import gpu_of
 
 V2_DFLASH = {"v2-null-block", "v2-rejected-context-slots", "v2-past-max-len", "v2-slot-past-max-len"}
 V1_HYBRID = {"gdn-unbounded-accepted", "recovered-token-out-of-vocab"}
@@ -512,7 +513,7 @@ def test_values_that_are_no_plain_number_or_switch_stay_unknown(text, field):
     ],
 )
 def test_architectures_of_gpus(name, gpu):
-    assert launch.gpu_of(name) == gpu
+    assert gpu_of(name) == gpu
 
 
 @pytest.mark.parametrize(("name", "gpu"), [("A100", 80), ("H800", 90), ("RTX 6000 Ada", 89)])
@@ -523,6 +524,26 @@ def test_audit_and_triage_know_the_same_gpus(name, gpu):
     facts = triage_text(text).parts[0].data["facts"]
     assert [fact["value"] for fact in facts["arch"]] == [f"sm_{gpu}"]
     assert launch.parse(text).gpu == gpu
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("vLLM with a draft model, k=3", "speculation"),  # what DFlash and EAGLE have, too
+        ("vLLM 0.1.dev20051+g487ecf187", "version"),  # a build without tags
+        ("MTP here, DFlash2 there", "speculation"),
+        ("EngineCore (Worker_TP0 pid=3)", "tensor"),
+    ],
+)
+def test_words_that_leave_it_open_rule_nothing_out(text, field):
+    assert not getattr(launch.parse(text), field)
+
+
+def test_what_a_report_states_names_its_words_as_the_source():
+    config = launch.parse("vLLM 0.27.1 on 2x RTX 3090, MTP n=3, mamba align")
+    assert config.sources["cache_mode"] == "“mamba align”"
+    assert (config.version, config.drafts, config.gpu, config.hybrid) == ("0.27.1", 3, 86, True)
+    assert config.sources.keys() <= vars(config).keys()
 
 
 @given(st.text())
