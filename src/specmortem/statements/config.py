@@ -41,14 +41,18 @@ def version_fact(book: FactBook) -> Fact | None:
     return next((fact for fact in book.named("version") if version_of(fact.value)), None)
 
 
-def _only(*allowed: str) -> Read:
-    """The value when there is exactly one."""
+def _only(convert: Callable[[str], Any] = str) -> Read:
+    """The value when there is exactly one; None as soon as there are several, or for one that `convert` refuses."""
 
-    def read(values: Sequence[str]) -> str | None:
-        fitting = {value for value in values if not allowed or value in allowed}
-        return fitting.pop() if len(fitting) == 1 else None
+    def read(values: Sequence[str]) -> Any:
+        found = {made for value in values if (made := convert(value)) is not None}
+        return found.pop() if len(found) == 1 else None
 
     return read
+
+
+def _of(*allowed: str) -> Callable[[str], str | None]:
+    return lambda value: value if value in allowed else None
 
 
 def _most(values: Sequence[str]) -> int | None:
@@ -57,23 +61,12 @@ def _most(values: Sequence[str]) -> int | None:
     return int(max(numbers)) if numbers else None
 
 
-def _switch(values: Sequence[str]) -> bool | None:
-    return SWITCH.get(_only()(values) or "")
+def _graphs(value: str) -> str | None:
+    return _of(*GRAPH_MODES)(value.upper().replace("-", "_"))
 
 
-def _backend(values: Sequence[str]) -> str | None:
-    found = _only()(values)
-    return attention(found) if found else None
-
-
-def _graphs(values: Sequence[str]) -> str | None:
-    mode = (_only()(values) or "").upper().replace("-", "_")
-    return mode if mode in GRAPH_MODES else None
-
-
-def _arch(values: Sequence[str]) -> int | None:
-    found = _only()(values)
-    return int(found.removeprefix("sm_")) if found else None
+def _arch(value: str) -> int:
+    return int(value.removeprefix("sm_"))
 
 
 # Field of `Config`: the fact that states it, how its values are read, and its name as a key=value word.
@@ -81,22 +74,22 @@ FIELDS: Mapping[str, tuple[str, Read, str]] = {
     "version": ("version", lambda values: values[0].removesuffix(".x"), "version"),
     "model": ("model", lambda values: values[0], "model"),
     "hybrid": ("hybrid", lambda values: True, ""),
-    "runner": ("runner", _only("v1", "v2"), "runner"),
+    "runner": ("runner", _only(_of("v1", "v2")), "runner"),
     "pipeline": ("pp", _most, "pipeline-parallel-size"),
     "tensor": ("tp", _most, "tensor-parallel-size"),
-    "speculation": ("method", _only(*DRAFTERS), "method"),
+    "speculation": ("method", _only(_of(*DRAFTERS)), "method"),
     "drafts": ("k", _most, "num-speculative-tokens"),
-    "cache_mode": ("cache_mode", _only("none", "align", "all"), "mamba-cache-mode"),
-    "prefix_caching": ("prefix_cache", _switch, "enable-prefix-caching"),
-    "async_scheduling": ("async", _switch, "async-scheduling"),
+    "cache_mode": ("cache_mode", _only(_of("none", "align", "all")), "mamba-cache-mode"),
+    "prefix_caching": ("prefix_cache", _only(SWITCH.get), "enable-prefix-caching"),
+    "async_scheduling": ("async", _only(SWITCH.get), "async-scheduling"),
     "eager": ("graphs", lambda values: True if set(values) == {"eager"} else None, ""),
-    "cudagraphs": ("graphs", _graphs, ""),
-    "attention": ("backend", _backend, "attention-backend"),
-    "draft_attention": ("draft_backend", _backend, "draft-attention-backend"),
+    "cudagraphs": ("graphs", _only(_graphs), ""),
+    "attention": ("backend", _only(attention), "attention-backend"),
+    "draft_attention": ("draft_backend", _only(attention), "draft-attention-backend"),
     "max_num_seqs": ("max_num_seqs", _most, "max-num-seqs"),
     "block_size": ("block_size", _most, "block-size"),
     "kv_cache_dtype": ("kv_cache_dtype", _only(), "kv-cache-dtype"),
-    "gpu": ("arch", _arch, ""),
+    "gpu": ("arch", _only(_arch), ""),
 }
 
 

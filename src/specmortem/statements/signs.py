@@ -45,9 +45,9 @@ class FactSign:
     """
 
     fact: str
-    value: str
     pattern: str
     words: tuple[str, ...]
+    value: str = ""
     rank: int = PROSE
     firm: bool = False
     denied: str | None = None
@@ -152,21 +152,13 @@ def book_of(text: str, signs: Signs) -> FactBook:
 
 
 def _sign(entry: Mapping[str, Any]) -> FactSign:
+    made = dict(entry)
     try:
-        return FactSign(
-            entry["fact"],
-            entry.get("value", ""),
-            expanded(entry["pattern"]),
-            tuple(entry["words"]),
-            STATED if entry.get("stated") else PROSE,
-            entry.get("firm", False),
-            entry.get("denied"),
-            CONVERTERS[entry["convert"]] if "convert" in entry else None,
-            tuple(entry.get("hides", ())),
-            entry.get("log", False),
-        )
-    except KeyError as error:
-        raise BadInputError(f"signs.toml: {entry!r} has no {error}, or names an unknown one") from None
+        made |= {"pattern": expanded(entry["pattern"]), "convert": CONVERTERS.get(entry.get("convert", ""))}
+        made |= {name: tuple(entry.get(name, ())) for name in ("words", "hides")}
+        return FactSign(rank=STATED if made.pop("stated", False) else PROSE, **made)
+    except (KeyError, TypeError) as error:
+        raise BadInputError(f"signs.toml: {entry!r}: {error}") from None
 
 
 def expanded(pattern: str) -> str:

@@ -28,20 +28,9 @@ if TYPE_CHECKING:
 
 REACHED: Mapping[str, str] = {"yes": "reached", "no": "not reachable", "unknown": "reach not known", "": ""}
 COLUMNS = (
-    "date",
-    "subject",
-    "version",
-    "cause",
-    "incident",
-    "status",
-    "witness",
-    "hashes",
-    "same_code_as",
-    "fixed",
-    "workarounds",
-    "expected",
-    "judged_on",
-)
+    "date", "subject", "version", "cause", "incident", "status", "witness", "hashes", "same_code_as",
+    "fixed", "workarounds", "expected", "judged_on",
+)  # fmt: skip
 
 
 def today() -> str:

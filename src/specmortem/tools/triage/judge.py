@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from specmortem.exposure import Config
 from specmortem.statements.config import config
 from specmortem.statements.derived import complete
 from specmortem.statements.facts import Fact, FactBook
 from specmortem.tools.triage import reach
-from specmortem.tools.triage.rules import FactCondition, NextExperiment, Rules, load
+from specmortem.tools.triage.rules import Argument, FactCondition, NextExperiment, Rules, load
 
 Confidence = Literal["high", "medium", "low", "none"]
 NONE, INSUFFICIENT = "none", "insufficient"
 NEAR = 2.5  # candidates within this of the best are separated by the next experiment
 EXPERIMENTS = 3
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One rule's word on a candidate, with the facts behind it."""
-
-    rule: str
-    weight: float
-    reason: str
-    source: str
-    facts: tuple[Fact, ...] = ()
 
 
 @dataclass
@@ -36,14 +24,23 @@ class Candidate:
 
     incident: str
     cause: str
-    pros: list[Argument] = field(default_factory=list)
-    cons: list[Argument] = field(default_factory=list)
+    arguments: list[Argument] = field(default_factory=list)
     excluded: list[Argument] = field(default_factory=list)
+
+    @property
+    def pros(self) -> list[Argument]:
+        """What speaks for it."""
+        return [argument for argument in self.arguments if argument.weight > 0]
+
+    @property
+    def cons(self) -> list[Argument]:
+        """What speaks against it."""
+        return [argument for argument in self.arguments if argument.weight < 0]
 
     @property
     def score(self) -> float:
         """What speaks for it less what speaks against it."""
-        return sum(a.weight for a in self.pros) - sum(a.weight for a in self.cons)
+        return sum(argument.weight for argument in self.arguments)
 
     @property
     def rank(self) -> tuple[bool, float, float]:
@@ -61,8 +58,8 @@ class Next:
     """An experiment, and what the candidates that it separates predict."""
 
     experiment: str
-    command: str
     does: str
+    command: str
     separates: dict[str, str]
 
 
@@ -107,22 +104,15 @@ def _weighed(book: FactBook, rules: Rules) -> list[Candidate]:
             continue
         argument = Argument(rule.id, rule.weight, rule.reason, rule.source, tuple(facts[:4]))
         for target in rules.targets(rule.supports):
-            all_of[target].pros.append(argument)
+            all_of[target].arguments.append(argument)
         for target in rules.targets(rule.contradicts):
-            all_of[target].cons.append(argument)
+            all_of[target].arguments.append(replace(argument, weight=-rule.weight))
         for target in rules.targets(rule.excludes):
             all_of[target].excluded.append(argument)
     settings = config(book)
-    for cause in rules.causes:
-        _reachable(all_of[cause], book, settings)
+    for cause, incident in rules.causes.items():
+        all_of[cause].arguments += reach.arguments(incident, cause, book, settings)
     return list(all_of.values())
-
-
-def _reachable(candidate: Candidate, book: FactBook, settings: Config) -> None:
-    """What releases and settings say, by the code that `audit` uses."""
-    for word in reach.words(candidate.incident, candidate.cause, book, settings):
-        argument = Argument(f"reach:{word.kind}", abs(word.weight), word.reason, word.source, word.facts)
-        (candidate.pros if word.weight > 0 else candidate.cons).append(argument)
 
 
 def _holding(conditions: Iterable[FactCondition], book: FactBook) -> list[Fact] | None:
@@ -177,7 +167,7 @@ def _next(alive: list[Candidate], book: FactBook, rules: Rules) -> list[Next]:
         told |= {"anything else": experiment.otherwise}
         worth = _separation(list(told.values()))
         if worth:
-            scored.append((-worth, order, Next(experiment.id, experiment.command, experiment.does, told)))
+            scored.append((-worth, order, Next(experiment.id, experiment.does, experiment.command, told)))
     return [entry for _, _, entry in sorted(scored, key=lambda s: s[:2])[:EXPERIMENTS]]
 
 

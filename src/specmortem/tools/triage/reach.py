@@ -7,7 +7,6 @@ that `audit --config` and `triage` cannot disagree.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 
 from packaging.specifiers import SpecifierSet
@@ -18,30 +17,23 @@ from specmortem.errors import SpecmortemError
 from specmortem.exposure import Config
 from specmortem.statements.config import version_fact, version_of
 from specmortem.statements.facts import Fact, FactBook
+from specmortem.tools.triage.rules import Argument
 
 FIXED_WEIGHT, EARLIER_WEIGHT, AFFECTED_WEIGHT, UNREACHED_WEIGHT = -3.0, -0.5, 0.5, -2.0
 DEVELOPMENT_SHARE = 0.5  # a development build or a fork may hold a fix, or lack it
 
 
-@dataclass(frozen=True)
-class Word:
-    """For (positive) or against a cause, and why."""
-
-    kind: str
-    weight: float
-    reason: str
-    source: str
-    facts: tuple[Fact, ...] = ()
-
-
-def words(slug: str, cause: str, book: FactBook, settings: Config) -> Iterator[Word]:
+def arguments(slug: str, cause: str, book: FactBook, settings: Config) -> Iterator[Argument]:
     """Release first, then settings."""
-    if (fact := version_fact(book)) and (word := _release(slug, cause, fact, "fork" in book)):
-        yield word
-    yield from _settings(cause, settings)
+    if (fact := version_fact(book)) and (argument := _release(slug, cause, fact, "fork" in book)):
+        yield argument
+    reach = incident.reaches(cause, settings)
+    if reach.reachable == "no":
+        told = f"this configuration does not reach it: {reach.reason}"
+        yield Argument("reach:settings", UNREACHED_WEIGHT, told, "specmortem.exposure")
 
 
-def _release(slug: str, cause: str, fact: Fact, forked: bool) -> Word | None:
+def _release(slug: str, cause: str, fact: Fact, forked: bool) -> Argument | None:
     version, affected = version_of(fact.value), affected_releases(slug).get(cause, "")
     if version is None or not affected:
         return None
@@ -55,8 +47,8 @@ def _release(slug: str, cause: str, fact: Fact, forked: bool) -> Word | None:
         weight, told = EARLIER_WEIGHT, "older than the releases examined"
     else:
         weight, told = FIXED_WEIGHT * share, "not among the affected releases"
-    reason = f"{fact.value} is {told} ({affected})"
-    return Word("release", weight, reason, f"investigations/{slug}/incident.toml, cause {cause}", (fact,))
+    source = f"investigations/{slug}/incident.toml, cause {cause}"
+    return Argument("reach:release", weight, f"{fact.value} is {told} ({affected})", source, (fact,))
 
 
 @cache
@@ -66,14 +58,3 @@ def affected_releases(slug: str) -> Mapping[str, str]:
         return {cause.id: cause.affected for cause in incident.facts(slug).causes if cause.affected}
     except SpecmortemError:
         return {}
-
-
-def _settings(cause: str, settings: Config) -> Iterator[Word]:
-    reach = incident.reaches(cause, settings)
-    if reach.reachable == "no":
-        yield Word(
-            "settings",
-            UNREACHED_WEIGHT,
-            f"this configuration does not reach it: {reach.reason}",
-            "specmortem.exposure",
-        )

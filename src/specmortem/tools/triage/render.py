@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,52 +11,15 @@ from specmortem.tools.triage.report import Part, TriageReport
 
 SHOWN = 3
 ENVIRONMENT = (
-    "engine",
-    "version",
-    "fork",
-    "runner",
-    "model",
-    "gpu",
-    "arch",
-    "driver",
-    "tp",
-    "pp",
-    "dp",
-    "spec",
-    "method",
-    "k",
-    "async",
-    "graphs",
-    "backend",
-    "draft_backend",
-    "loop_backend",
-    "cache_mode",
-    "prefix_cache",
-    "block_size",
-    "state_block",
-    "kv_cache_dtype",
-    "max_num_seqs",
-    "max_model_len",
+    "engine", "version", "fork", "runner", "model", "gpu", "arch", "driver", "tp", "pp", "dp", "spec",
+    "method", "k", "async", "graphs", "backend", "draft_backend", "loop_backend", "cache_mode",
+    "prefix_cache", "block_size", "state_block", "kv_cache_dtype", "max_num_seqs", "max_model_len",
     "max_num_batched_tokens",
-)
+)  # fmt: skip
 EVIDENCE = (
-    "fault",
-    "xid",
-    "access",
-    "kernel_dump",
-    "kernel",
-    "other_kernel",
-    "symptom",
-    "phase",
-    "trigger",
-    "concurrency",
-    "running",
-    "kv_usage",
-    "acceptance_length",
-    "mechanism",
-    "messenger",
-    "frame",
-)
+    "fault", "xid", "access", "kernel_dump", "kernel", "other_kernel", "symptom", "phase", "trigger",
+    "concurrency", "running", "kv_usage", "acceptance_length", "mechanism", "messenger", "frame",
+)  # fmt: skip
 HEADLINES: Mapping[str, str] = {NONE: "none of these incidents", INSUFFICIENT: "not enough evidence"}
 
 
@@ -115,8 +78,8 @@ def candidate_rows(report: TriageReport) -> list[dict[str, str]]:
         {
             "candidate": f"{c['incident']} / {c['cause']}",
             "score": f"{c['score']:g}",
-            "for": "; ".join(f"{a['weight']:g}: {a['reason']}{_at(a)}" for a in c["for"]),
-            "against": "; ".join(f"{a['weight']:g}: {a['reason']}{_at(a)}" for a in c["against"]),
+            "for": _weighed(c["for"]),
+            "against": _weighed(c["against"]),
         }
         for c in _shown(report.parts[0].data)
     ]
@@ -128,10 +91,18 @@ def next_rows(report: TriageReport) -> list[dict[str, str]]:
         {
             "next": entry["does"],
             "how": entry["command"],
-            "predicted": "; ".join(f"{cause}: {told}" for cause, told in entry["separates"].items()),
+            "predicted": _predicted(entry),
         }
         for entry in report.parts[0].data["next"]
     ]
+
+
+def _predicted(entry: Mapping[str, Any]) -> str:
+    return "; ".join(f"{cause}: {told}" for cause, told in entry["separates"].items())
+
+
+def _weighed(arguments: Iterable[Mapping[str, Any]]) -> str:
+    return "; ".join(f"{a['weight']:g}: {a['reason']}{_at(a)}" for a in arguments)
 
 
 def _at(argument: Mapping[str, Any]) -> str:
@@ -163,41 +134,22 @@ def as_markdown(report: TriageReport) -> str:
 def _markdown_part(part: Part) -> list[str]:
     data, facts = part.data, part.data["facts"]
     lines = [f"### Triage of {code(part.where)}", "", f"**{headline(data)}**", ""]
-    lines += _section(
-        "Environment",
-        [
-            f"- {name}: {', '.join(code(f['value']) for f in facts[name])}"
-            for name in ENVIRONMENT
-            if name in facts
+    for title, items in {
+        "Environment": [
+            f"{n}: {', '.join(code(f['value']) for f in facts[n])}" for n in ENVIRONMENT if n in facts
         ],
-    )
-    lines += _section("Timeline", [f"- {code(f['time'])} {code(f['text'])}" for f in _timeline(facts)])
-    lines += _section(
-        "Evidence", [line for name in EVIDENCE if name in facts for line in _evidence(name, facts[name])]
-    )
-    lines += _section(
-        "Controls",
-        [
-            f"- {name.removeprefix('control.')}: {f['value']}, {code(f['text'])}"
-            for name in facts
-            if name.startswith("control.")
-            for f in facts[name]
-        ],
-    )
-    lines += _section(
-        "Candidates", [line for candidate in _shown(data) for line in _markdown_candidate(candidate)]
-    )
-    lines += _section("Weighs nothing", [f"- {text}" for text in map(_plain, data["weighs_nothing"])])
-    lines += _section(
-        "Next",
-        [
-            f"- {n['does']}: {code(n['command'])}; "
-            + "; ".join(f"{c}: {p}" for c, p in n["separates"].items())
-            for n in data["next"]
-        ],
-    )
-    lines += _section("Still to collect", [f"- {_plain(text)}" for text in data["collect"]])
-    return lines + _section("See", [f"- {name}: {code(text)}" for name, text in data["links"].items()])
+        "Timeline": [f"{code(f['time'])} {code(f['text'])}" for f in _timeline(facts)],
+        "Evidence": [_evidence(n, f) for n in EVIDENCE for f in facts.get(n, ())[:4]],
+        "Controls": [f"{n}: {f['value']}, {code(f['text'])}" for n, f in _controls(facts)],
+        "Candidates": [_markdown_candidate(candidate) for candidate in _shown(data)],
+        "Weighs nothing": map(_plain, data["weighs_nothing"]),
+        "Next": [f"{n['does']}: {code(n['command'])}; {_predicted(n)}" for n in data["next"]],
+        "Still to collect": map(_plain, data["collect"]),
+        "See": [f"{name}: {code(text)}" for name, text in data["links"].items()],
+    }.items():
+        if shown := [f"- {item}" for item in items]:
+            lines += [f"#### {title}", "", *shown, ""]
+    return lines
 
 
 def _plain(text: str) -> str:
@@ -205,31 +157,27 @@ def _plain(text: str) -> str:
     return text.replace("[", "\\[").replace("<", "&lt;")
 
 
-def _evidence(name: str, stated: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"- {name} {code(f['value'])} ({code(_where(f))}, seen {f['seen']}): {code(f['text'])}"
-        for f in stated[:4]
-    ]
+def _evidence(name: str, f: Mapping[str, Any]) -> str:
+    return f"{name} {code(f['value'])} ({code(_where(f))}, seen {f['seen']}): {code(f['text'])}"
 
 
-def _markdown_candidate(candidate: Mapping[str, Any]) -> list[str]:
-    lines = [f"- **{candidate['incident']} / {candidate['cause']}**, score {candidate['score']:g}"]
-    lines += [f"  - for ({a['weight']:g}): {a['reason']} ({a['source']})" for a in candidate["for"]]
-    return lines + [
-        f"  - against ({a['weight']:g}): {a['reason']} ({a['source']})" for a in candidate["against"]
-    ]
+def _controls(facts: Mapping[str, list[dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """(what was changed, the statement of what happened then)."""
+    named = [name for name in facts if name.startswith("control.")]
+    return [(name.removeprefix("control."), f) for name in named for f in facts[name]]
 
 
-def _section(title: str, lines: list[str]) -> list[str]:
-    return [f"#### {title}", "", *lines, ""] if lines else []
+def _markdown_candidate(candidate: Mapping[str, Any]) -> str:
+    lines = [f"**{candidate['incident']} / {candidate['cause']}**, score {candidate['score']:g}"]
+    for side in ("for", "against"):
+        lines += [f"  - {side} ({a['weight']:g}): {a['reason']} ({a['source']})" for a in candidate[side]]
+    return "\n".join(lines)
 
 
 def _timeline(facts: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """What is dated, once for each line, in the order of the files."""
-    dated = [f for stated in facts.values() for f in stated if f.get("time")]
-    return list(
-        {(f["file"], f["line"]): f for f in sorted(dated, key=lambda f: (f["file"], f["line"]))}.values()
-    )[:20]
+    dated = {(f["file"], f["line"]): f for stated in facts.values() for f in stated if f.get("time")}
+    return [dated[place] for place in sorted(dated)][:20]
 
 
 def _where(fact: Mapping[str, Any]) -> str:

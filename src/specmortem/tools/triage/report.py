@@ -9,8 +9,9 @@ from typing import Any
 
 from specmortem.statements.facts import Fact
 from specmortem.tools.triage import advice
-from specmortem.tools.triage.judge import Answer, Argument, Candidate
+from specmortem.tools.triage.judge import Answer, Candidate
 from specmortem.tools.triage.redact import Redactor
+from specmortem.tools.triage.rules import Argument
 
 EXCERPT = 240  # characters of a message that are shown
 
@@ -63,10 +64,7 @@ def _data(answer: Answer, redact: Redactor) -> dict[str, Any]:
         "candidates": [_candidate(c, redact) for c in answer.candidates],
         "facts": _facts(answer, redact),
         "weighs_nothing": answer.nothing,
-        "next": [
-            {"experiment": n.experiment, "does": n.does, "command": n.command, "separates": n.separates}
-            for n in answer.next
-        ],
+        "next": [vars(entry) for entry in answer.next],
         "collect": answer.collect,
         "links": {name: text for name, text in advice.links(answer).items() if text},
     }
@@ -85,13 +83,7 @@ def _candidate(candidate: Candidate, redact: Redactor) -> dict[str, Any]:
 
 def _argument(argument: Argument, redact: Redactor) -> dict[str, Any]:
     found = [_place(fact, redact) for fact in argument.facts]
-    return {
-        "rule": argument.rule,
-        "weight": argument.weight,
-        "reason": argument.reason,
-        "source": argument.source,
-        "facts": found,
-    }
+    return {**vars(argument), "weight": abs(argument.weight), "facts": found}
 
 
 def _place(fact: Fact, redact: Redactor) -> dict[str, Any]:
@@ -119,14 +111,8 @@ def _facts(answer: Answer, redact: Redactor) -> dict[str, list[dict[str, Any]]]:
 
 
 def _fact(fact: Fact, answer: Answer, redact: Redactor) -> dict[str, Any]:
-    seen = answer.book.counts.get((fact.name, fact.value), 1)
-    stated = {
-        "value": redact(fact.value),
-        "file": redact(fact.file),
-        "line": fact.line,
-        "text": _excerpt(fact, redact),
-        "seen": seen,
-    }
+    place = _place(fact, redact) | {"seen": answer.book.counts.get((fact.name, fact.value), 1)}
+    stated = {"value": redact(fact.value), **{name: place[name] for name in ("file", "line", "text", "seen")}}
     return {**stated, "time": redact(fact.time)} if fact.time else stated
 
 

@@ -92,6 +92,17 @@ class TriageRule:
 
 
 @dataclass(frozen=True)
+class Argument:
+    """A rule's word on a candidate, with the facts that it rests on; a negative weight speaks against it."""
+
+    rule: str
+    weight: float
+    reason: str
+    source: str
+    facts: tuple[Fact, ...] = ()
+
+
+@dataclass(frozen=True)
 class NextExperiment:
     """One change to make, and what each cause predicts of it; `otherwise` is what anything else does."""
 
