@@ -61,11 +61,14 @@ class Line(NamedTuple):
     style: str = ""
 
 
-Cell = str | Line | Sequence[Line]
+TableCell = str | Line | Sequence[Line]
 
 
 def write_table(
-    columns: Sequence[str], rows: Iterable[Sequence[Cell]], title: str = "", console: Console | None = None
+    columns: Sequence[str],
+    rows: Iterable[Sequence[TableCell]],
+    title: str = "",
+    console: Console | None = None,
 ) -> None:
     """Write a table to standard output, or to `console`; a cell that is an outcome's name has its colour."""
     console = console or _console()
@@ -131,7 +134,7 @@ def _console() -> Console:
     return Console()
 
 
-def _lines(cell: Cell) -> Sequence[Line]:
+def _lines(cell: TableCell) -> Sequence[Line]:
     if isinstance(cell, str):
         return [Line(cell, STYLES.get(cell, ""))]
     return [cell] if isinstance(cell, Line) else cell

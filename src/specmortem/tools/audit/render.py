@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from specmortem.report.terminal import (
     MARKS,
     OPEN,
-    Cell,
     Line,
+    TableCell,
     escaped,
     markdown_table,
     write_lines,
@@ -51,7 +51,7 @@ def terminal(audit: Audit, console: Console | None = None) -> None:
     write_lines((Line(note, OPEN) for note in notes(audit)), console)
 
 
-def _cells(row: Row) -> tuple[Cell, ...]:
+def _cells(row: Row) -> tuple[TableCell, ...]:
     seen = [Line(row.witness)]
     if row.advice:
         seen.append(Line(f"→ {row.advice}", "green"))
