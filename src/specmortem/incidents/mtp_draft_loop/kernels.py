@@ -23,9 +23,7 @@ The kernels index as the originals do (prefill.cuh:2065-2405, cascade.cuh:368-46
 offsets are unsigned and 32 bits wide, so a merge_indptr that descends by x makes a request walk 2**32 - x
 rows.
 
-`Staging` is where a plan waits for its copy. Before: one page-locked buffer, refilled by every plan although
-the copy of the one before may not have read it yet (decode.py:742 allocates it once a wrapper). After: any of
-`wait`, `fresh`, or a pageable buffer.
+Where a plan waits for its copy is the incident: `fix`.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ import triton
 import triton.language as tl
 
 from specmortem._interpreter import mend
-from specmortem.device import Device, HostBuffer, Stream
 from specmortem.errors import BadInputError
 
 mend()
@@ -251,44 +248,6 @@ def _layout(geometry: Geometry, split: bool, batch: int, padded: int) -> tuple[d
         offsets[name] = -(-end // alignment) * alignment
         end = offsets[name] + size
     return offsets, end
-
-
-class Staging:
-    """Host memory in which plans wait for their copy to the GPU.
-
-    By default one page-locked buffer that every plan refills at once. `wait` waits for the copy of the plan
-    before; `fresh` takes new memory for each plan, which the allocator may not hand out again while a copy
-    reads it; `pinned=False` has the copy staged at the call.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        capacity: int,
-        *,
-        pinned: bool = True,
-        fresh: bool = False,
-        wait: bool = False,
-    ) -> None:
-        self.device, self.pinned, self.fresh, self.wait = device, pinned, fresh, wait
-        self.buffer = device.host_buffer([capacity], torch.uint8, pinned, "plan")
-        self.copied = device.event("plan copied")
-
-    def send(self, plan: Plan, target: torch.Tensor, stream: Stream) -> None:
-        """Fill a buffer and enqueue its copy to `target`, uint8 of the buffer's capacity."""
-        if self.wait:
-            self.copied.synchronize()
-        buffer = self._buffer(plan)
-        plan.fill(buffer)
-        n = plan.nbytes
-        self.device.copy_async(target[:n], buffer.rows(0, n), stream, name="plan copy")
-        if self.wait:
-            self.copied.record(stream)
-
-    def _buffer(self, plan: Plan) -> HostBuffer:
-        if not self.fresh:
-            return self.buffer
-        return self.device.host_buffer([plan.nbytes], torch.uint8, self.pinned, "plan")
 
 
 def reference(
