@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from specmortem import device as devices
 from specmortem.detect import bounds, staging
@@ -195,7 +196,7 @@ class RepeatedDrafts:
             self.observe(1 + len(done))
         return self.account.result()
 
-    def _compare(self, draft_token_ids: torch.Tensor, attention: torch.Tensor) -> None:
+    def _compare(self, draft_token_ids: Tensor, attention: Tensor) -> None:
         b = self.proposer.buffers
         reads = (b.draft_token_ids, b.attention, draft_token_ids, attention, self.mismatched)
         self.dev.launch(
@@ -227,11 +228,7 @@ class RepeatedDrafts:
 
 
 def _count_difference(
-    ids: torch.Tensor,
-    attention: torch.Tensor,
-    right_ids: torch.Tensor,
-    right_attention: torch.Tensor,
-    count: torch.Tensor,
+    ids: Tensor, attention: Tensor, right_ids: Tensor, right_attention: Tensor, count: Tensor
 ) -> None:
     """Bit for bit: NaNs of equal bits are equal."""
     differ = (ids != right_ids).any()
@@ -239,7 +236,7 @@ def _count_difference(
     count += differ
 
 
-def _fetch(tensor: torch.Tensor) -> npt.NDArray[Any]:
+def _fetch(tensor: Tensor) -> npt.NDArray[Any]:
     """A tensor's content, once all work has run."""
     array: npt.NDArray[Any] = tensor.cpu().numpy().copy()
     return array
@@ -564,7 +561,7 @@ def k_split(ratios: Sequence[float] = (1.1, 1.4, 1.6, 2.1, 3.0)) -> dict[str, An
 
 
 def _split(k: int, metadata: bool, ratio: float) -> dict[str, Any]:
-    """Which plans race in one step: derived, measured, and read instead of which."""
+    """Which plans race in one step: derived and measured."""
     found = overwrites(_timed_step(k, ratio, metadata).trace)
     return {
         "k": k,
@@ -572,7 +569,6 @@ def _split(k: int, metadata: bool, ratio: float) -> dict[str, Any]:
         "ratio": ratio,
         "derived": derived_pairs(k, ratio, metadata),
         "measured": [(j, j + 1) for j, _ in found],
-        "read_instead": [list(pair) for pair in found],
     }
 
 

@@ -2,10 +2,10 @@
 
 Three causes are one mistake: the host refills a page-locked buffer whose copy to the device is still queued. The
 released classes are built by their own constructors on stub configurations and called twice, or K times, while the
-device has run nothing; clones that are enqueued behind each call say what the device then finds. On the CPU the
+device has run nothing; clones that are enqueued after each call say what the device then finds. On the CPU the
 released code's own PyTorch calls run on the stand-in for CUDA (schedule `lazy`: nothing runs until the host waits); on
 CUDA they run on a stream that is kept busy. The fourth, `host-lengths-counted-twice`, needs no such moment and is
-judged in `probes.host_lengths`.
+judged in `host_lengths`.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ BATCHES_IN_FLIGHT = 2  # what asynchronous scheduling allows
 
 def judge(cause: str, subject: str, device: str = "sim") -> dict[str, Any]:
     """Run the probe of `cause`; a verdict as JSON."""
-    return _told(lambda: _JUDGES[cause](subject, device))
+    return _as_json(lambda: _JUDGES[cause](subject, device))
 
 
 def three_drafts(subject: str, device: str = "sim") -> dict[str, Any]:
     """The released draft loop with 3 drafts, as JSON; on the simulator a copy into an idle stream runs at once."""
-    return _told(lambda: _released_plans(subject, device, 3, prompt=True))
+    return _as_json(lambda: _released_plans(subject, device, 3, prompt=True))
 
 
-def _told(judged: Callable[[], Verdict]) -> dict[str, Any]:
+def _as_json(judged: Callable[[], Verdict]) -> dict[str, Any]:
     try:
         verdict = judged()
     except upstream.NotPresentError as error:
@@ -170,7 +170,7 @@ def _plan_verdict(tree: upstream.Tree, steps: Mapping[str, Drafted], device: str
         return Verdict.not_judged(why, **detail, caught_up=True)
     if not wrong:
         return Verdict("clean", Evidence(witness, "every forward reads its own plan", detail=detail))
-    observed = "; ".join(f"{name}: {told}" for name, told in wrong)
+    observed = "; ".join(f"{name}: {difference}" for name, difference in wrong)
     place = (
         f"{BUILDER}.build ({FLASHINFER.rpartition('/')[2]}), {PROPOSER}.propose ({path.rpartition('/')[2]})"
     )
@@ -251,11 +251,7 @@ class _Calls:
     """Two calls behind a stall; what the first left for the device. Rounds before the last compile and allocate."""
 
     def __init__(
-        self,
-        on: Bench,
-        call: Callable[[list[int]], torch.Tensor],
-        first: list[int],
-        second: list[int],
+        self, on: Bench, call: Callable[[list[int]], torch.Tensor], first: list[int], second: list[int]
     ) -> None:
         for _ in range(3):
             on.synchronize()
@@ -270,7 +266,7 @@ class _Calls:
         self, first: list[int], second: list[int], what: str, witness: str, hashes: dict[str, str]
     ) -> Verdict:
         """Clean if the device found the first call's values; a stream that has caught up proves nothing."""
-        observed = f"behind the first call the device finds {what} {self.found}"
+        observed = f"after the first call the device finds {what} {self.found}"
         evidence = Evidence(witness, observed, f"{what} {first}", detail={"hashes": hashes})
         if self.found == first and self.busy:
             return Verdict("clean", evidence)

@@ -424,11 +424,11 @@ def price_of(path: Path) -> tuple[dict[str, Any], str]:
 def price_table(found: Mapping[str, Any], base: str) -> pd.DataFrame:
     """Arms x numbers of drafts: the time of a step over that of `base`, and the interval of the ratio's median."""
     frame = pd.DataFrame(found["rows"])
-    told = [
+    shown = [
         f"{ratio:.3f} ({low:.3f} to {high:.3f})"
         for ratio, (low, high) in zip(frame[f"to_{base}"], frame[f"to_{base}_95"], strict=True)
     ]
-    wide = frame.assign(told=told)[frame["arm"] != base].pivot(index="arm", columns="k", values="told")
+    wide = frame.assign(shown=shown)[frame["arm"] != base].pivot(index="arm", columns="k", values="shown")
     wide = wide.loc[[arm for arm in dict.fromkeys(frame["arm"]) if arm != base]]
     return wide.rename(columns=lambda k: f"K = {k}").rename_axis(f"over {base}").rename_axis(None, axis=1)
 
@@ -439,8 +439,8 @@ def price_table(found: Mapping[str, Any], base: str) -> pd.DataFrame:
 def throughput_table(data: pd.DataFrame) -> pd.DataFrame:
     """One line a validator and measure, numbers of drafts in columns."""
     keys = ["validator", "hardware", "vllm", "measure", "unit"]
-    told = data.assign(value=[f"{value:,g}" if value < 1000 else f"{value:,.1f}" for value in data["value"]])
-    wide = told.pivot(index=keys, columns="drafts", values="value").reset_index()
+    values = [f"{value:,g}" if value < 1000 else f"{value:,.1f}" for value in data["value"]]
+    wide = data.assign(value=values).pivot(index=keys, columns="drafts", values="value").reset_index()
     return wide.rename(columns=lambda name: f"K = {name}" if isinstance(name, int) else name).rename_axis(
         None, axis=1
     )
@@ -450,24 +450,22 @@ def tokens_in_flight(data: pd.DataFrame) -> pd.DataFrame:
     """Throughput times mean latency: what the first validator's two columns say about each other."""
     first = data[data["validator"] == 1].pivot(index="drafts", columns="measure", values="value")
     product = first["throughput"] * first["mean latency"]
-    asked = 40 * 2048
-    told = [f"{value:,.0f}" for value in product]
     return pd.DataFrame(
         {
             "K": list(first.index),
-            "throughput x latency": told,
-            "of 40 x 2,048": (product / asked).round(3).tolist(),
+            "throughput x latency": [f"{value:,.0f}" for value in product],
+            "of 40 x 2,048": (product / (40 * 2048)).round(3).tolist(),
         }
     )
 
 
-def growth_table(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> pd.DataFrame:
+def growth_table(searches: Mapping[str, Sequence[Mapping[str, Any]]]) -> pd.DataFrame:
     """One line a batch size: layouts that move, merges that walk out of memory, stores outside.
 
     A key is a description with the card's name in brackets at its end, or the name alone.
     """
-    columns: dict[str, list[Any]] = {"requests": [row["batch"] for row in next(iter(told.values()))]}
-    for label, rows in told.items():
+    columns: dict[str, list[Any]] = {"requests": [row["batch"] for row in next(iter(searches.values()))]}
+    for label, rows in searches.items():
         card = label.partition("(")[2].rstrip(")") or label
         columns[f"{card}: changes / reads / stores"] = [
             f"{row['layout_changes']} / {row['read']} / {row['write']}" for row in rows
@@ -505,14 +503,14 @@ def waits_table(rows: Sequence[Row]) -> pd.DataFrame:
 
 def lengths_table(rows: Sequence[Row]) -> pd.DataFrame:
     """By how much the lengths of a plan and those on the GPU grow in a draft pass, neighbouring releases together."""
-    told = []
+    growths = []
     for row in rows:
         situations = row.evidence.detail.get("situations", {})
         if situations and "==" in row.subject:
             grows = {name: _grows(found) for name, found in situations.items()}
-            told.append((row.subject.removeprefix("vllm=="), grows))
+            growths.append((row.subject.removeprefix("vllm=="), grows))
     columns: dict[str, dict[str, str]] = {}
-    for grows, group in groupby(told, key=itemgetter(1)):
+    for grows, group in groupby(growths, key=itemgetter(1)):
         names = [name for name, _ in group]
         columns[f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]] = grows
     return pd.DataFrame(columns).rename_axis("step").reset_index()
