@@ -104,7 +104,7 @@ def test_at_the_models_length_a_request_falls_back_to_position_zero_and_the_null
     b = proposer.buffers
     assert b.seq_lens.tolist() == [208, 1] and b.positions.tolist() == [207, 0]
     proposer, _ = proposed(config=replace(CONFIG, max_model_len=290, num_speculative_tokens=2))
-    assert proposer.buffers.seq_lens.tolist() == [207, 1] and proposer.buffers.slots.tolist()[1] == 0
+    assert proposer.buffers.seq_lens.tolist() == [207, 1] and proposer.buffers.slot_mapping.tolist()[1] == 0
 
 
 def test_one_token_needs_no_plan_and_a_full_batch_runs():

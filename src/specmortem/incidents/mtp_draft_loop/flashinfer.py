@@ -302,7 +302,7 @@ def verdict(subject: str) -> Verdict:
 def faulting_batches(count: int, sms: int = 0, k: int = 5, seed: int = 0) -> list[list[int]]:
     """Batches at the start of a draft loop whose last but one plan, read through the last, walks out of all memory.
 
-    3 to 6 requests of 4,000 to 12,000 tokens: of 7 to 10 hardly any do (see `mtp_layouts.growth`).
+    3 to 6 requests of 4,000 to 12,000 tokens: of 7 to 10 hardly any do (see `layouts.growth`).
     """
     rng, g = random.Random(seed), geometry(sms)
     rows = first_row_outside(g, DEFAULT_WORKSPACE)

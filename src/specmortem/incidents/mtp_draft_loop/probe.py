@@ -266,7 +266,7 @@ class _Calls:
         self, first: list[int], second: list[int], what: str, witness: str, hashes: dict[str, str]
     ) -> Verdict:
         """Clean if the device found the first call's values; a stream that has caught up proves nothing."""
-        observed = f"after the first call the device finds {what} {self.found}"
+        observed = f"behind the first call the device finds {what} {self.found}"
         evidence = Evidence(witness, observed, f"{what} {first}", detail={"hashes": hashes})
         if self.found == first and self.busy:
             return Verdict("clean", evidence)

@@ -144,7 +144,7 @@ class Buffers:
         b, k, g = config.batch, config.num_speculative_tokens, config.geometry
         width = g.num_qo_heads * g.head_dim
         rng = np.random.default_rng(seed)
-        slots = (1 + b * config.num_columns) * g.page_size
+        num_slots = (1 + b * config.num_columns) * g.page_size
 
         def random(*shape: int) -> Tensor:
             numbers = rng.standard_normal(min(math.prod(shape), RANDOM_NUMBERS), dtype=np.float32)
@@ -156,7 +156,7 @@ class Buffers:
         f32, i32, i64 = torch.float32, torch.int32, torch.int64
         self.embedding = random(config.vocab, width)
         self.head = random(width, config.vocab)
-        self.kv = random(slots, 2, g.num_kv_heads, g.head_dim)
+        self.kv = random(num_slots, 2, g.num_kv_heads, g.head_dim)
         blocks = np.arange(1, 1 + b * config.num_columns, dtype=np.int32)
         self.block_table = device.tensor(rng.permutation(blocks).reshape(b, -1), name="block_table")
         self.row_pointers = empty([b + 1], i32, "row_pointers")
@@ -164,7 +164,7 @@ class Buffers:
         self.last_pages = empty([b], i32, "last_pages")
         self.positions = empty([b], i64, "positions")
         self.seq_lens = empty([b], i32, "seq_lens")
-        self.slots = empty([b], i64, "slots")
+        self.slot_mapping = empty([b], i64, "slot mapping")
         self.input_ids = empty([b], i64, "input_ids")
         self.hidden_states = empty([b, width], f32, "hidden_states")
         self.q = empty([b, g.num_qo_heads, g.head_dim], f32, "q")
@@ -214,7 +214,7 @@ class MtpProposer(DraftLoop):
         speculative metadata, else None.
         """
         b, c = self.buffers, self.config
-        moved = (b.positions, b.seq_lens, b.slots)
+        moved = (b.positions, b.seq_lens, b.slot_mapping)
         self._lengths = None if known_lengths is None else known_lengths.astype(np.int32)
         self._first_pass(token_ids, lengths)
         for i in range(1, c.num_speculative_tokens):
@@ -322,7 +322,7 @@ class MtpProposer(DraftLoop):
     def _model(self) -> None:
         """Queries, keys and values of the drafted tokens, and NaN where attention is to write."""
         b = self.buffers
-        reads = (b.input_ids, b.hidden_states, b.embedding, b.slots, b.positions)
+        reads = (b.input_ids, b.hidden_states, b.embedding, b.slot_mapping, b.positions)
         self._launch("model", _embed, reads, (b.q, b.kv, b.out))
 
     def _sample(self) -> None:
@@ -386,7 +386,7 @@ def _advance(
     block_table: Tensor,
     positions: Tensor,
     seq_lens: Tensor,
-    slots: Tensor,
+    slot_mapping: Tensor,
     max_model_len: int,
     page_size: int,
 ) -> None:
@@ -397,14 +397,14 @@ def _advance(
     positions.masked_fill_(over, 0)
     seq_lens.masked_fill_(over, 1)
     blocks = block_table.gather(1, (positions // page_size)[:, None])[:, 0]
-    slots.copy_((blocks * page_size + positions % page_size).masked_fill(over, NULL_BLOCK))
+    slot_mapping.copy_((blocks * page_size + positions % page_size).masked_fill(over, NULL_BLOCK))
 
 
 def _embed(
     input_ids: Tensor,
     hidden_states: Tensor,
     embedding: Tensor,
-    slots: Tensor,
+    slot_mapping: Tensor,
     positions: Tensor,
     q: Tensor,
     kv: Tensor,
@@ -415,7 +415,7 @@ def _embed(
     q.copy_((rows + 0.5 * hidden_states).view_as(q))
     width = kv.shape[2] * kv.shape[3]
     keys = rows[:, :width] + 0.001 * positions[:, None]
-    kv[slots] = torch.stack([keys, rows[:, -width:]], dim=1).view(-1, *kv.shape[1:])
+    kv[slot_mapping] = torch.stack([keys, rows[:, -width:]], dim=1).view(-1, *kv.shape[1:])
 
 
 def _argmax(out: Tensor, head: Tensor, next_hidden: Tensor, next_ids: Tensor) -> None:
