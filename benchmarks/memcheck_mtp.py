@@ -11,7 +11,7 @@ import sys
 
 from memcheck import Checked, main
 
-from specmortem.incidents.mtp_draft_loop.proposer import FIXED
+from specmortem.incidents.mtp_draft_loop.controls import FIXED
 
 MODULE = "specmortem.incidents.mtp_draft_loop.arms"
 SETTINGS = "'cuda', steps=5, forward_us=100.0"

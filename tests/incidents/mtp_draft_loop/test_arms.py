@@ -8,9 +8,9 @@ import torch
 from specmortem import device
 from specmortem.errors import BadInputError
 from specmortem.incidents.mtp_draft_loop import arms as loop
-from specmortem.incidents.mtp_draft_loop import layouts
+from specmortem.incidents.mtp_draft_loop import hypotheses, layouts
+from specmortem.incidents.mtp_draft_loop.controls import FIXED
 from specmortem.incidents.mtp_draft_loop.kernels import Planner
-from specmortem.incidents.mtp_draft_loop.proposer import FIXED
 from specmortem.isolation import Arm, run_arms
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -297,7 +297,7 @@ def test_the_interval_of_a_median_is_that_of_the_sign_test(count, first):
 
 def test_a_step_that_is_priced_does_all_of_its_work():
     dev = device.open("sim", schedule="timed")
-    one = loop.Loop(dev, loop.case("event", k=3, layout="benign", forward_us=500.0), [])
+    one = loop.RepeatedDrafts(dev, loop.case("event", k=3, layout="benign", forward_us=500.0), [])
     assert loop._time(dev, one, 1, 2000.0) > 0
     spun = [
         record.end_us - record.start_us
@@ -310,9 +310,9 @@ def test_a_step_that_is_priced_does_all_of_its_work():
 # Hypotheses
 
 
-@pytest.mark.parametrize("name", loop.HYPOTHESES)
+@pytest.mark.parametrize("name", hypotheses.own_arms())
 def test_each_hypothesis_is_refuted_by_its_rows(name):
-    found = loop.hypothesis(name)
+    found = hypotheses.hypothesis(name)
     assert found["verdict"] == "refuted" and len(found["rows"]) >= 2
     json.dumps(found)
 
@@ -322,7 +322,7 @@ def test_each_hypothesis_is_refuted_by_its_rows(name):
     [
         lambda: loop.case("x"),
         lambda: loop.case("before", batch=2, lens=[300]),
-        lambda: loop.hypothesis("x"),
+        lambda: hypotheses.hypothesis("x"),
         lambda: layouts.search("x"),
         lambda: layouts.find_layout(layouts.SMALL, 1, 16, 20, rows=10, trials=5),
     ],

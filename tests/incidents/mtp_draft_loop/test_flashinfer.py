@@ -168,8 +168,8 @@ def test_the_second_plan_is_found_in_a_buffer_that_is_reused(simulated):
 
 
 def test_the_first_plan_is_found_in_a_pageable_buffer(simulated, monkeypatch):
-    pinned = real.Attention.wrapper
-    monkeypatch.setattr(real.Attention, "wrapper", lambda self: pinned(self, pinned=False))
+    pinned = real.DecodeAttention.wrapper
+    monkeypatch.setattr(real.DecodeAttention, "wrapper", lambda self: pinned(self, pinned=False))
     assert real.overwritten_plan()["effect"] == "clean"
 
 
@@ -191,6 +191,6 @@ def test_only_the_arm_before_reads_other_plans(simulated, arm, effect):
 def test_the_planner_agrees_with_itself_through_the_library(simulated):
     found = real.cross_check(batches=20)
     assert (found["effect"], found["differences"]) == ("equal", 0) and 0 < found["split"] < 20
-    attention = real.Attention(1000, 2)
+    attention = real.DecodeAttention(1000, 2)
     one = real._laid_out(attention, attention.wrapper(), [40, 7000])
     assert one["lengths"] == [40, 7000] and one["arrays"]["merge_indptr"][-1] == one["info"]["num_padded"]

@@ -6,11 +6,10 @@ from hypothesis import strategies as st
 from mutate import mutant
 from triton.runtime.errors import InterpreterError
 
-from specmortem import device
 from specmortem.detect import bounds
 from specmortem.errors import BadInputError
 from specmortem.incidents.mtp_draft_loop import kernels as split_attention
-from specmortem.incidents.mtp_draft_loop.kernels import Geometry, Planner, Staging, Workspaces, chunk_pages
+from specmortem.incidents.mtp_draft_loop.kernels import Geometry, Planner, Workspaces, chunk_pages
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 SMALL = Geometry(num_sms=5, num_qo_heads=4, num_kv_heads=2, head_dim=8, page_size=32)
@@ -189,28 +188,6 @@ def test_page_ids_are_gathered_one_request_after_the_other_and_none_behind_the_t
     padded = torch.nn.functional.pad(table, (0, 100))
     expected = torch.cat([row[:count] for row, count in zip(padded, pages, strict=True)])
     assert found.tolist() == [*expected.tolist(), -1]
-
-
-@pytest.mark.parametrize(
-    ("options", "held"),
-    [({}, 1), ({"wait": True}, 0), ({"fresh": True}, 0), ({"pinned": False}, 0)],
-)
-def test_the_first_copy_carries_the_second_plan_unless_the_buffer_is_guarded(options, held):
-    dev = device.open("sim", schedule="lazy")
-    stream = dev.stream("main")
-    staging = Staging(dev, 4096, **options)
-    planner = Planner(Geometry(5, 1, 1, 8))
-    plans = [planner.plan([208, 407, 492, 416]), planner.plan([209, 408, 493, 417])]
-    target = dev.zeros([4096], torch.uint8)
-    copies = []
-    for plan in plans:
-        staging.send(plan, target, stream)
-        copies.append(dev.zeros([4096], torch.uint8))
-        dev.launch(copies[-1].copy_, target, stream=stream, reads=(target,), writes=(copies[-1],))
-    dev.synchronize()
-    seen = plans[0].seen_in(copies[0].numpy())["kv_tile_indices"]
-    expected = plans[held].image[plans[0].offsets["kv_tile_indices"] :][:16].view(np.int32)
-    assert (seen[:4] == expected).all()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import torch
 from specmortem import device
 from specmortem.errors import BadInputError
 from specmortem.incidents.mtp_draft_loop import kernels as split_attention
+from specmortem.incidents.mtp_draft_loop.controls import ARMS, FIXED, arm_of
 from specmortem.incidents.mtp_draft_loop.kernels import Geometry
-from specmortem.incidents.mtp_draft_loop.proposer import ARMS, FIXED, MtpConfig, MtpProposer, arm_of
+from specmortem.incidents.mtp_draft_loop.proposer import MtpConfig, MtpProposer
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 GEOMETRY = Geometry(num_sms=5, num_qo_heads=1, num_kv_heads=1, head_dim=8)
@@ -41,8 +42,8 @@ def test_the_last_pass_attends_over_all_keys_with_the_drafted_ones_in_place():
     b = proposer.buffers
     expected = split_attention.reference(b.q, b.kv, b.block_table, b.seq_lens, 16)
     torch.testing.assert_close(b.attention[2], expected.view(2, -1))
-    assert b.drafts[2].tolist() == (b.attention[2] @ b.head).argmax(dim=1).tolist()
-    assert b.input_ids.tolist() == b.drafts[1].tolist()
+    assert b.draft_token_ids[2].tolist() == (b.attention[2] @ b.head).argmax(dim=1).tolist()
+    assert b.input_ids.tolist() == b.draft_token_ids[1].tolist()
 
 
 def test_plan_then_buffer_writes_then_synchronize_then_model():
@@ -90,12 +91,12 @@ def test_how_often_the_lengths_are_read_back(arm, known, reads):
 @pytest.mark.parametrize("arm", [*FIXED, "stream-sync", "launch-blocking", "wrong-stream-sync"])
 def test_arms_agree_when_nothing_races(arm):
     one, two = proposed("before")[0].buffers, proposed(arm)[0].buffers
-    assert torch.equal(one.drafts, two.drafts) and torch.equal(one.attention, two.attention)
+    assert torch.equal(one.draft_token_ids, two.draft_token_ids) and torch.equal(one.attention, two.attention)
 
 
 def test_graphs_give_the_same_drafts():
     one, two = proposed()[0].buffers, proposed(config=replace(CONFIG, graphs=True))[0].buffers
-    assert torch.equal(one.drafts, two.drafts) and torch.equal(one.attention, two.attention)
+    assert torch.equal(one.draft_token_ids, two.draft_token_ids) and torch.equal(one.attention, two.attention)
 
 
 def test_at_the_models_length_a_request_falls_back_to_position_zero_and_the_null_block():
@@ -103,7 +104,7 @@ def test_at_the_models_length_a_request_falls_back_to_position_zero_and_the_null
     b = proposer.buffers
     assert b.seq_lens.tolist() == [208, 1] and b.positions.tolist() == [207, 0]
     proposer, _ = proposed(config=replace(CONFIG, max_model_len=290, num_speculative_tokens=2))
-    assert proposer.buffers.seq_lens.tolist() == [207, 1] and proposer.buffers.slots.tolist()[1] == 0
+    assert proposer.buffers.seq_lens.tolist() == [207, 1] and proposer.buffers.slot_mapping.tolist()[1] == 0
 
 
 def test_one_token_needs_no_plan_and_a_full_batch_runs():

@@ -9,8 +9,8 @@ import pytest
 from specmortem import facts, study
 from specmortem.errors import BadInputError
 from specmortem.incidents.mtp_draft_loop import arms as mtp_loop
-from specmortem.incidents.mtp_draft_loop import detector as mtp_detect
 from specmortem.incidents.mtp_draft_loop import figures as mtp_figures
+from specmortem.incidents.mtp_draft_loop import hypotheses
 from specmortem.incidents.mtp_draft_loop import layouts as mtp_layouts
 from specmortem.incidents.mtp_draft_loop import study as mtp
 from specmortem.isolation import Arm, ArmResult
@@ -36,10 +36,14 @@ def row(arm, outcome, observed="told"):
 def deciding(**outcomes):
     """Rows of every arm that decides a hypothesis without arms of its own."""
     expected = {"before": "fault", "wrong-stream-sync": "fault"} | outcomes
-    arms = [arm for arms in mtp.shown_by().values() for arm in arms]
+    arms = [arm for tested in hypotheses.HYPOTHESES.values() for arm in tested.arms(5)]
     return [
         row(arm, expected.get(arm.split("/")[1], "clean" if "schedules" in arm else "fault")) for arm in arms
     ]
+
+
+def cell(arm, subject="before", seed=0):
+    return study.Cell(mtp.CAUSE, arm, subject, mtp_loop.steps, seed=seed)
 
 
 # Rows
@@ -47,10 +51,10 @@ def deciding(**outcomes):
 
 def test_a_schedule_row_counts_every_schedule_that_is_not_clean():
     value = mtp_loop.schedules("before", k=4)
-    made = mtp._schedule_row(ArmResult(STEPS, "value", value), "schedules/before/k4", "before")
+    made = mtp.schedule_row(ArmResult(STEPS, "value", value), cell("schedules/before/k4", "before"))
     assert (made.outcome, made.runs, made.faults) == ("fault", 5, 3)
     assert "upper_bound_95" not in made.evidence.detail
-    assert made.evidence.place.startswith("merge_kernel (split_attention.py:")
+    assert made.evidence.place.startswith("merge_kernel (kernels.py:")
     assert made.evidence.witness.startswith("schedule [")
     line = mtp.schedule_table([made]).iloc[0]
     assert (line["arm"], line["K"], line["illegal address"], line["clean"]) == ("before", "4", "3", "2")
@@ -58,26 +62,28 @@ def test_a_schedule_row_counts_every_schedule_that_is_not_clean():
 
 def test_a_clean_schedule_row_has_no_witness():
     value = mtp_loop.schedules("event", k=3)
-    made = mtp._schedule_row(ArmResult(STEPS, "value", value), "schedules/event/k3", "after")
+    made = mtp.schedule_row(ArmResult(STEPS, "value", value), cell("schedules/event/k3", "after"))
     assert (made.outcome, made.runs, made.evidence.witness) == ("clean", 1, "")
 
 
 def test_processes_that_die_are_faults_and_lost_ones_are_not_counted():
     lost = ArmResult(STEPS, "timeout", message="after 240 s")
-    made = mtp.process_row([ILLEGAL, ILLEGAL, finished("wrong-plan"), finished("clean"), lost], 0, 1000)
+    made = mtp.process_row(
+        [ILLEGAL, ILLEGAL, finished("wrong-plan"), finished("clean"), lost], cell("processes/before/k5"), 1000
+    )
     assert (made.outcome, made.runs, made.faults) == ("fault", 4, 3)
     assert made.evidence.detail["effects"]["illegal-address"] == 2 and len(made.evidence.detail["lost"]) == 1
-    assert mtp.process_row([lost], 0, 1000).outcome == "not-judged"
-    assert mtp.process_row([finished("clean")], 0, 1000).outcome == "clean"
+    assert mtp.process_row([lost], cell("processes/before/k5"), 1000).outcome == "not-judged"
+    assert mtp.process_row([finished("clean")], cell("processes/before/k5"), 1000).outcome == "clean"
 
 
 def test_steps_are_counted_and_mismatched_ones_are_faults():
-    clean = mtp.steps_row(finished("clean", 20_000), "steps/event/k5", "after", 0)
+    clean = mtp.steps_row(finished("clean", 20_000), cell("steps/event/k5", "after"))
     assert (clean.outcome, clean.runs, clean.faults) == ("clean", 20_000, 0)
     assert clean.evidence.detail["upper_bound_95"] == pytest.approx(1.5e-4, rel=0.01)
-    wrong = mtp.steps_row(finished("wrong-result", 9, 2), "steps/event/k5", "after", 0)
+    wrong = mtp.steps_row(finished("wrong-result", 9, 2), cell("steps/event/k5", "after"))
     assert (wrong.outcome, wrong.runs, wrong.faults) == ("fault", 9, 2)
-    assert mtp.steps_row(ILLEGAL, "steps/event/k5", "after", 0).outcome == "fault"
+    assert mtp.steps_row(ILLEGAL, cell("steps/event/k5", "after")).outcome == "fault"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +98,7 @@ def test_on_a_gpu_the_unguarded_loop_runs_beside_the_others(device, controls, mo
         assert cuda_parallel >= len(arms)
         return [dataclasses.replace(finished("clean"), arm=arm) for arm in arms]
 
-    monkeypatch.setattr(mtp, "run_arms", run_arms)
+    monkeypatch.setattr(study, "run_arms", run_arms)
     rows = mtp.long_rows(device, 0, 9, 150.0, 9)
     expected = [*((arm, 5, 9) for arm in mtp.LONG_RUNS), *controls]
     assert [tuple(arm.kwargs[name] for name in ("arm", "k", "steps")) for arm in asked] == expected
@@ -122,22 +128,25 @@ def test_three_drafts_of_a_release_are_a_row_of_their_own(monkeypatch):
             ArmResult(arm, "value", verdict.as_dict()) for arm, verdict in zip(arms, verdicts, strict=True)
         ]
 
-    monkeypatch.setattr(mtp, "run_arms", run_arms)
+    monkeypatch.setattr(study, "run_arms", run_arms)
     found = [(row.arm, row.subject, row.outcome, row.faults) for row in mtp.three_draft_rows("sim")]
     assert found == [("released-k3", "vllm==0.28.0", "fault", 1), ("released-k3", "vllm==0.30.0", "clean", 0)]
 
 
 def test_the_real_librarys_loops_become_rows():
     value = {"effect": "clean", "wrong_outputs": 0, "steps": 5000}
-    clean = mtp.real_loop_row(ArmResult(REAL_LOOP, "value", value), "flashinfer==0.6.6", 0)
+    clean = mtp.real_loop_row(
+        ArmResult(REAL_LOOP, "value", value), cell("loop/unpinned", "flashinfer==0.6.6")
+    )
     assert (clean.arm, clean.outcome, clean.runs) == ("loop/unpinned", "clean", 5000)
     corrupt = mtp.real_loop_row(
         ArmResult(REAL_LOOP, "value", value | {"effect": "corruption", "wrong_outputs": 20_000}),
-        "flashinfer==0.6.6",
-        0,
+        cell("loop/unpinned", "flashinfer==0.6.6"),
     )
     assert (corrupt.outcome, corrupt.faults) == ("fault", 5000)
-    died = mtp.real_loop_row(dataclasses.replace(ILLEGAL, arm=REAL_LOOP), "flashinfer==0.6.6", 0)
+    died = mtp.real_loop_row(
+        dataclasses.replace(ILLEGAL, arm=REAL_LOOP), cell("loop/unpinned", "flashinfer==0.6.6")
+    )
     assert died.outcome == "fault" and died.evidence.observed == "illegal-address"
 
 
@@ -167,21 +176,22 @@ def test_one_row_that_says_otherwise_opens_the_verdict(changed):
 
 
 def test_every_hypothesis_of_the_incident_has_a_prediction_and_arms():
-    hypotheses = facts.load("mtp-draft-loop").hypotheses
-    known = {*mtp_loop.HYPOTHESES, *mtp.shown_by()}
-    assert {h.id for h in hypotheses} == known == set(mtp.PREDICTS)
-    own = dict.fromkeys(mtp_loop.HYPOTHESES, "refuted")
+    stated = facts.load("mtp-draft-loop").hypotheses
+    tested = hypotheses.HYPOTHESES
+    assert {h.id for h in stated} == set(tested)
+    assert all(one.predicts and bool(one.rows) != bool(one.arms(5)) for one in tested.values())
+    own = dict.fromkeys(hypotheses.own_arms(), "refuted")
     rows = deciding() + [row(f"{name}/before", "fault") for name in own]
-    table = mtp.hypothesis_table(hypotheses, rows, mtp.verdicts_of(rows, own))
+    table = mtp.hypothesis_table(stated, rows, mtp.verdicts_of(rows, own))
     assert table["measured (arm: outcome)"].str.len().min() > 0
-    assert dict(zip((h.id for h in hypotheses), table["verdict"], strict=True)) == {
-        h.id: h.verdict for h in hypotheses
+    assert dict(zip((h.id for h in stated), table["verdict"], strict=True)) == {
+        h.id: h.verdict for h in stated
     }
 
 
 def test_a_hypothesis_row_says_what_the_hypothesis_is_about():
-    found = mtp_loop.hypothesis("minus-one-placeholders")["rows"][0]
-    made = mtp._hypothesis_row("minus-one-placeholders", found)
+    found = hypotheses.hypothesis("minus-one-placeholders")["rows"][0]
+    made = mtp.hypothesis_row("minus-one-placeholders", found)
     assert made.arm == "minus-one-placeholders/event, async scheduling"
     assert (made.subject, made.outcome) == ("after", "clean")
     assert made.evidence.observed == "clean; 3 steps with placeholders; 0 ids below 0"
@@ -191,10 +201,11 @@ def test_a_hypothesis_row_says_what_the_hypothesis_is_about():
 
 
 def test_a_cuda_process_without_launch_blocking_is_refused_before_it_is_watched(monkeypatch):
-    monkeypatch.setattr(mtp_detect, "case", lambda arm, *_, **__: mtp_loop.case(arm, k=2, layout="benign"))
+    case = mtp_loop.case
+    monkeypatch.setattr(mtp_loop, "case", lambda arm, *_, **__: case(arm, k=2, layout="benign"))
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     with pytest.raises(BadInputError, match="CUDA_LAUNCH_BLOCKING=1"):
-        mtp_detect.first_step("launch-blocking", device="cuda")
+        mtp_loop.first_step("launch-blocking", device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -208,16 +219,16 @@ def test_a_cuda_process_without_launch_blocking_is_refused_before_it_is_watched(
     ],
 )
 def test_the_first_step_shows_the_missing_order_under_every_schedule(arm, k, effect, reported):
-    found = mtp_detect.first_step(arm, k)
+    found = mtp_loop.first_step(arm, k)
     assert (found["effect"], found["reported"]) == (effect, reported)
-    made = mtp._detector_row(ArmResult(STEPS, "value", found), f"detector/{arm}/k{k}", "before", 0)
+    made = mtp.detector_row(ArmResult(STEPS, "value", found), cell(f"detector/{arm}/k{k}"))
     assert (made.outcome, made.faults) == ("fault" if reported else "clean", reported)
     assert mtp.detector_table([made]).iloc[0]["order"] == effect
 
 
 def test_the_blamed_writes_have_no_race_until_they_leave_the_stream():
-    kept = " ".join(mtp_detect.first_step("event", 3)["pairs"])
-    moved = " ".join(mtp_detect.first_step("side-stream-writes", 3)["pairs"])
+    kept = " ".join(mtp_loop.first_step("event", 3)["pairs"])
+    moved = " ".join(mtp_loop.first_step("side-stream-writes", 3)["pairs"])
     assert "write input_ids" not in kept and "write input_ids" in moved
 
 

@@ -1,4 +1,4 @@
-"""Arms of incident `mtp-draft-loop`: the draft loop under each arm and schedule, hypotheses, price.
+"""Experiments of incident `mtp-draft-loop`: the loop in each arm under each schedule, its detector, clock and price.
 
 Every function takes JSON-able arguments, may run in a process of its own and returns a dictionary. `effect`
 is what a user would have seen: `illegal-address`, `wrong-plan` (a pass computed with another pass's plan and
@@ -15,71 +15,76 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from specmortem import device as devices
-from specmortem.detect import bounds
+from specmortem.detect import bounds, staging
 from specmortem.device import Device, PromptCopies, Schedule, Timed, TraceRecord, enumerate_schedules
 from specmortem.errors import BadInputError
+from specmortem.incidents.mtp_draft_loop import fix
+from specmortem.incidents.mtp_draft_loop.controls import REFERENCE, arm_of
 from specmortem.incidents.mtp_draft_loop.kernels import Geometry, Plan
 from specmortem.incidents.mtp_draft_loop.layouts import SMALL, find_layout
-from specmortem.incidents.mtp_draft_loop.proposer import REFERENCE, Arm, MtpConfig, MtpProposer, arm_of
+from specmortem.incidents.mtp_draft_loop.proposer import LoopArm, MtpConfig, MtpProposer
 
 TOKEN_SETS = 3
+DETECTOR_SCHEDULES = ("immediate", "lazy", "random")
+
 # The loop
 
 
 @dataclass(frozen=True)
-class Case:
+class DraftCase:
     """One configuration of the loop and its batch."""
 
     config: MtpConfig
-    arm: Arm
+    arm: LoopArm
     lens: tuple[int, ...]
     seed: int = 0
     metadata: bool = True
 
+    @property
+    def known_lengths(self) -> npt.NDArray[np.int32] | None:
+        """The host's lengths in a step without speculative metadata."""
+        return None if self.metadata else np.array(self.lens, dtype=np.int32)
+
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """The target's last tokens, by step: int64 [TOKEN_SETS, B]."""
+        rng = np.random.default_rng(self.seed + 1)
+        return rng.integers(0, self.config.vocab, size=(TOKEN_SETS, len(self.lens)))
+
 
 @dataclass
 class Account:
-    """What steps of a case did."""
+    """What steps of a case did; `why` tells of the access outside. `read_plans` counts plans read, by reader."""
 
     steps: int = 0
     forwards: int = 0
     mismatched_steps: int = 0
     wrong_plans: int = 0
-    read_plans: dict[str, Counter[str]] = field(default_factory=dict)
+    read_plans: dict[str, dict[str, int]] = field(default_factory=dict)
     wrong_ids: int = 0
     clamped: int = 0
-    illegal: str = ""
+    why: str = ""
+
+    @property
+    def effect(self) -> str:
+        """The worst of what happened."""
+        if self.why:
+            return "illegal-address"
+        return "wrong-plan" if self.wrong_plans else "wrong-result" if self.mismatched_steps else "clean"
 
     def result(self) -> dict[str, Any]:
         """JSON form with the effect."""
-        effect = "clean"
-        for told, name in (
-            (self.mismatched_steps, "wrong-result"),
-            (self.wrong_plans, "wrong-plan"),
-            (self.illegal, "illegal-address"),
-        ):
-            effect = name if told else effect
-        return {
-            "effect": effect,
-            "why": self.illegal,
-            "steps": self.steps,
-            "forwards": self.forwards,
-            "mismatched_steps": self.mismatched_steps,
-            "wrong_plans": self.wrong_plans,
-            "wrong_ids": self.wrong_ids,
-            "clamped": self.clamped,
-            "read_plans": {reader: dict(counts) for reader, counts in sorted(self.read_plans.items())},
-        }
+        return {"effect": self.effect, **asdict(self)}
 
 
 def case(
@@ -92,28 +97,16 @@ def case(
     seed: int = 0,
     metadata: bool = True,
     **settings: Any,
-) -> Case:
-    """A case with lengths as given, else found: `layout` is a kind of `find_layout`.
+) -> DraftCase:
+    """A case with lengths as given, else found: `layout` is a kind of `find_layout`, `settings` are of `MtpConfig`.
 
-    Without speculative metadata the first two plans race, and of up to 3 tokens there are no others, so there
-    the layout is searched for pass 1. Raises BadInputError for an unknown arm or a batch that does not fit
-    the lengths.
+    Raises BadInputError for an unknown arm or a batch that does not fit the lengths.
     """
-    chosen = arm_of(arm)
+    chosen, sim = arm_of(arm), device == "sim"
     geometry = _device_geometry(device)
     workspace = _workspace(geometry)
     if lens is None:
-        low, high = (200, 500) if device == "sim" else (4000, 12000)
-        lens = find_layout(
-            geometry,
-            batch or 4,
-            low,
-            high,
-            kind=layout,
-            first=2 if metadata and k > 3 else 1,
-            rows=workspace // (4 * geometry.num_qo_heads * geometry.head_dim),
-            seed=seed,
-        )
+        lens = _found_lengths(geometry, workspace, k, batch or 4, layout, seed, metadata)
     if batch not in (None, len(lens)):
         raise BadInputError(f"{len(lens)} lengths for a batch of {batch}; give one a request")
     config = MtpConfig(
@@ -122,10 +115,24 @@ def case(
         geometry=replace(geometry, constant=chosen.constant),
         max_model_len=max(lens) + 16,
         float_workspace=workspace,
-        load_tokens=256 if device == "sim" else 32,
-        load_rows=64 if device == "sim" else 8,
+        load_tokens=256 if sim else 32,
+        load_rows=64 if sim else 8,
     )
-    return Case(replace(config, **settings), chosen, tuple(int(n) for n in lens), seed, metadata)
+    return DraftCase(replace(config, **settings), chosen, tuple(int(n) for n in lens), seed, metadata)
+
+
+def _found_lengths(
+    geometry: Geometry, workspace: int, k: int, batch: int, layout: str, seed: int, metadata: bool
+) -> list[int]:
+    """Lengths of a layout.
+
+    Without speculative metadata the first two plans race, and of up to 3 tokens there are no others, so there the
+    layout is searched for pass 1.
+    """
+    low, high = (200, 500) if geometry == SMALL else (4000, 12000)
+    rows = workspace // (4 * geometry.num_qo_heads * geometry.head_dim)
+    first = 2 if metadata and k > 3 else 1
+    return find_layout(geometry, batch, low, high, kind=layout, first=first, rows=rows, seed=seed)
 
 
 def _device_geometry(device: str) -> Geometry:
@@ -141,16 +148,17 @@ def _workspace(geometry: Geometry) -> int:
     return max(1 << 16, least * (geometry.max_chunks + 64)) if geometry == SMALL else 32 << 20
 
 
-class Loop:
+class RepeatedDrafts:
     """A proposer that drafts for the same batch again and again, and the right results of it."""
 
-    def __init__(self, dev: Device, case: Case, golden: Sequence[Golden]) -> None:
+    def __init__(self, dev: Device, case: DraftCase, golden: Sequence[Golden]) -> None:
         self.dev, self.case = dev, case
         self.proposer = MtpProposer(dev, case.config, case.arm, case.seed)
         self.lengths = dev.tensor(case.lens, torch.int32, "lengths")
-        self.tokens = [dev.tensor(tokens, torch.int64, "tokens") for tokens in _tokens(case)]
+        self.tokens = [dev.tensor(tokens, torch.int64, "tokens") for tokens in case.tokens()]
         self.golden = [
-            (dev.tensor(g.drafts, torch.int64), dev.tensor(g.attention, torch.float32)) for g in golden
+            (dev.tensor(g.draft_token_ids, torch.int64), dev.tensor(g.attention, torch.float32))
+            for g in golden
         ]
         self.mismatched = dev.zeros([1], torch.int64, "mismatched steps")
         self.account = Account()
@@ -162,8 +170,7 @@ class Loop:
         which = self.account.steps % len(self.tokens)
         self.dev.trace.clear()
         self.dev.spin(target_us, p.stream)
-        known = None if c.metadata else np.array(c.lens, dtype=np.int32)
-        p.propose(self.tokens[which], self.lengths, known)
+        p.propose(self.tokens[which], self.lengths, c.known_lengths)
         if self.golden:
             self._compare(*self.golden[which])
         self.dev.synchronize()
@@ -172,9 +179,26 @@ class Loop:
         if c.config.observe:
             self.observe(c.config.num_speculative_tokens)
 
-    def _compare(self, drafts: torch.Tensor, attention: torch.Tensor) -> None:
+    def steps(self, count: int, target_us: float = 0.0) -> dict[str, Any]:
+        """The account of `count` steps or, on the simulator, of those up to the first access outside."""
+
+        def all_steps() -> None:
+            for _ in range(count):
+                self.step(target_us)
+
+        self.account.why = until_outside(all_steps)
+        if not self.account.why:
+            return self.finish()
+        self.account.steps += 1
+        if self.case.config.observe:
+            done = [r for r in self.dev.trace if r.by == "queue" and r.name == "observe plan"]
+            self.account.forwards += len(done)
+            self.observe(1 + len(done))
+        return self.account.result()
+
+    def _compare(self, draft_token_ids: Tensor, attention: Tensor) -> None:
         b = self.proposer.buffers
-        reads = (b.drafts, b.attention, drafts, attention, self.mismatched)
+        reads = (b.draft_token_ids, b.attention, draft_token_ids, attention, self.mismatched)
         self.dev.launch(
             _count_difference,
             *reads,
@@ -187,12 +211,13 @@ class Loop:
     def observe(self, passes: int) -> None:
         """Take down which plan, and which ids, each of the first passes read."""
         b, plans = self.proposer.buffers, self.proposer.plans
-        blocks, seen, drafts = (_fetch(t) for t in (b.seen_plans, b.seen_ids, b.drafts))
+        blocks, seen, drafted = (_fetch(t) for t in (b.seen_plans, b.seen_ids, b.draft_token_ids))
         for i in range(1, passes):
             held = _held(plans, i, blocks[i])
-            self.account.read_plans.setdefault(str(i), Counter())[held] += 1
+            counts = self.account.read_plans.setdefault(str(i), {})
+            counts[held] = counts.get(held, 0) + 1
             self.account.wrong_plans += held != str(i)
-            self.account.wrong_ids += int((seen[i] != drafts[i - 1]).any())
+            self.account.wrong_ids += int((seen[i] != drafted[i - 1]).any())
 
     def finish(self) -> dict[str, Any]:
         """The account of all steps; `clamped` counts requests past the model's length in the last one."""
@@ -203,19 +228,15 @@ class Loop:
 
 
 def _count_difference(
-    drafts: torch.Tensor,
-    attention: torch.Tensor,
-    right_drafts: torch.Tensor,
-    right_attention: torch.Tensor,
-    count: torch.Tensor,
+    ids: Tensor, attention: Tensor, right_ids: Tensor, right_attention: Tensor, count: Tensor
 ) -> None:
     """Bit for bit: NaNs of equal bits are equal."""
-    differ = (drafts != right_drafts).any()
+    differ = (ids != right_ids).any()
     differ |= (attention.view(torch.int32) != right_attention.view(torch.int32)).any()
     count += differ
 
 
-def _fetch(tensor: torch.Tensor) -> npt.NDArray[Any]:
+def _fetch(tensor: Tensor) -> npt.NDArray[Any]:
     """A tensor's content, once all work has run."""
     array: npt.NDArray[Any] = tensor.cpu().numpy().copy()
     return array
@@ -232,33 +253,33 @@ def _held(plans: dict[int, Plan], reader: int, block: npt.NDArray[np.uint8]) -> 
     return "torn"
 
 
-def _tokens(case: Case) -> npt.NDArray[np.int64]:
-    rng = np.random.default_rng(case.seed + 1)
-    return rng.integers(0, case.config.vocab, size=(TOKEN_SETS, len(case.lens)))
-
-
 @dataclass(frozen=True)
 class Golden:
-    """The right drafts [K, B] and attention outputs [K, B, H * D] of one set of tokens."""
+    """The right ids of draft tokens [K, B] and attention outputs [K, B, H * D] of one set of tokens."""
 
-    drafts: npt.NDArray[np.int64]
+    draft_token_ids: npt.NDArray[np.int64]
     attention: npt.NDArray[np.float32]
 
 
-def golden(dev: Device, case: Case, sets: int = TOKEN_SETS) -> list[Golden]:
-    """Results with a buffer of its own for every plan and a drained stream after it."""
+def golden(dev: Device, case: DraftCase, sets: int = TOKEN_SETS) -> list[Golden]:
+    """Results of `fix.reference`."""
     arm = replace(REFERENCE, constant=case.arm.constant)
     config = replace(case.config, observe=False, forward_us=0.0, host_us=0.0)
-    loop = Loop(dev, replace(case, config=config, arm=arm, metadata=True), [])
+    drafting = RepeatedDrafts(dev, replace(case, config=config, arm=arm, metadata=True), [])
     found = []
     for _ in range(sets):
-        loop.step()
-        b = loop.proposer.buffers
-        found.append(Golden(_fetch(b.drafts), _fetch(b.attention)))
+        drafting.step()
+        b = drafting.proposer.buffers
+        found.append(Golden(_fetch(b.draft_token_ids), _fetch(b.attention)))
     return found
 
 
-def open_device(device: str, schedule: str | Schedule, arm: Arm, seed: int = 0) -> Device:
+def simulated_golden(case: DraftCase, sets: int = 1) -> list[Golden]:
+    """The right results on a simulated device of its own."""
+    return golden(devices.open("sim", schedule="immediate"), case, sets)
+
+
+def open_device(device: str, schedule: str | Schedule, arm: LoopArm, seed: int = 0) -> Device:
     """The device under an arm. Raises BadInputError for launch blocking on CUDA without the variable."""
     if device == "cuda":
         if arm.launch_blocking != (os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"):
@@ -275,12 +296,12 @@ def env_of(arm: str) -> dict[str, str]:
     return {"CUDA_LAUNCH_BLOCKING": "1"} if arm_of(arm).launch_blocking else {}
 
 
-def _watch(dev: Device) -> AbstractContextManager[Any]:
+def watch(dev: Device) -> AbstractContextManager[Any]:
     """On the simulator the first access outside ends the kernel: its loop has some 2**32 rounds."""
     return bounds.watch(limit=1, stop=True) if dev.kind == "sim" else nullcontext()
 
 
-def _until_outside(work: Callable[[], object]) -> str:
+def until_outside(work: Callable[[], object]) -> str:
     """Do it, on the simulator up to the first access outside a tensor: the account of that, empty without one."""
     try:
         work()
@@ -291,118 +312,82 @@ def _until_outside(work: Callable[[], object]) -> str:
     return ""
 
 
-def run(
-    dev: Device, case: Case, right: Sequence[Golden], steps: int = 1, target_us: float = 0.0
-) -> dict[str, Any]:
-    """Steps of a case until the end or, on the simulator, the first illegal address."""
-    with _watch(dev):
-        loop = Loop(dev, case, right)
-
-        def all_steps() -> None:
-            for _ in range(steps):
-                loop.step(target_us)
-
-        loop.account.illegal = _until_outside(all_steps)
-        if not loop.account.illegal:
-            return loop.finish()
-        loop.account.steps += 1
-        if case.config.observe:
-            done = [r for r in dev.trace if r.by == "queue" and r.name == "observe plan"]
-            loop.account.forwards += len(done)
-            loop.observe(1 + len(done))
-        return loop.account.result()
+def run(dev: Device, case: DraftCase, right: Sequence[Golden], steps: int = 1) -> dict[str, Any]:
+    """The account of steps of a case, as `RepeatedDrafts.steps` gives it."""
+    with watch(dev):
+        return RepeatedDrafts(dev, case, right).steps(steps)
 
 
 def steps(
     arm: str = "before",
     device: str = "sim",
-    k: int = 5,
+    *,
     steps: int = 1,
-    batch: int | None = None,
-    lens: Sequence[int] | None = None,
-    layout: str = "read",
-    seed: int = 0,
     schedule: str = "lazy",
-    metadata: bool = True,
     target_us: float = 0.0,
     forward_us: float = 1000.0,
-    host_us: float = 0.0,
-    observe: bool | None = None,
+    **wanted: Any,
 ) -> dict[str, Any]:
-    """`steps` drafting steps of one arm, compared bit for bit with the reference.
+    """`steps` drafting steps of one arm, compared bit for bit with the reference; `wanted` as in `case`.
 
-    `schedule` says when simulated work runs. `observe` snapshots the plan that every pass read (on the
-    simulator by default). On CUDA the arm `before` dies of its illegal address.
+    `schedule` says when simulated work runs. The plan that every pass read is kept (`observe`) on the simulator
+    alone, unless that is said. On CUDA the arm `before` dies of its illegal address.
     """
-    watched = device == "sim" if observe is None else observe
-    chosen = case(
-        arm,
-        device,
-        k,
-        batch,
-        lens,
-        layout,
-        seed,
-        metadata,
-        forward_us=forward_us,
-        host_us=host_us,
-        observe=watched,
-    )
-    dev = open_device(device, schedule, chosen.arm, seed)
-    right = golden(
-        dev if device == "cuda" else devices.open("sim", schedule="immediate"), chosen, min(steps, TOKEN_SETS)
-    )
-    result = run(dev, chosen, right, steps, target_us)
-    return result | {"arm": arm, "k": k, "batch": len(chosen.lens), "lens": list(chosen.lens), "seed": seed}
+    chosen = case(arm, device, **{"forward_us": forward_us, "observe": device == "sim"} | wanted)
+    dev = open_device(device, schedule, chosen.arm, chosen.seed)
+    sets = min(steps, TOKEN_SETS)
+    right = golden(dev, chosen, sets) if device == "cuda" else simulated_golden(chosen, sets)
+    with watch(dev):
+        found = RepeatedDrafts(dev, chosen, right).steps(steps, target_us)
+    batch = {"k": chosen.config.num_speculative_tokens, "batch": len(chosen.lens), "lens": list(chosen.lens)}
+    return found | {"arm": arm, **batch, "seed": chosen.seed}
 
 
-def schedules(
-    arm: str = "before",
-    k: int = 5,
-    metadata: bool = True,
-    lens: Sequence[int] | None = None,
-    layout: str = "read",
-    graphs: bool = False,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """One step under every distinguishable schedule: how many fault, of all.
+def schedules(arm: str = "before", k: int = 5, **wanted: Any) -> dict[str, Any]:
+    """One step under every distinguishable schedule: how many fault, of all; `wanted` as in `case`.
 
     A copy into an idle stream runs at once; all else may be late. With `graphs` the model is replayed from graphs
     and attention stays outside, as with the engine's PIECEWISE ones. Launch blocking is one schedule, the one that
     runs everything at once.
     """
-    chosen = case(
-        arm,
-        "sim",
-        k,
-        lens=lens,
-        layout=layout,
-        seed=seed,
-        metadata=metadata,
-        observe=True,
-        graphs=graphs,
-    )
-    right = golden(devices.open("sim", schedule="immediate"), chosen, 1)
-    effects: Counter[str] = Counter()
-    witness: dict[str, Any] = {}
-    total = {"wrong_ids": 0, "wrong_plans": 0, "forwards": 0}
-    for choices, found in _outcomes(chosen, right):
-        effects[found["effect"]] += 1
-        witness.setdefault(found["effect"], {"choices": choices, **found})
-        for name in total:
-            total[name] += found[name]
+    chosen = case(arm, "sim", k, observe=True, **wanted)
+    right = simulated_golden(chosen)
+    if chosen.arm.launch_blocking:
+        found = [(list[int](), run(devices.open("sim", schedule="immediate"), chosen, right))]
+    else:
+        found = list(_every_schedule(lambda dev: run(dev, chosen, right)))
+    counts = {name: sum(each[name] for _, each in found) for name in ("wrong_ids", "wrong_plans", "forwards")}
     return {
         "arm": arm,
         "k": k,
-        "metadata": metadata,
-        "graphs": graphs,
+        "metadata": chosen.metadata,
+        "graphs": chosen.config.graphs,
         "lens": list(chosen.lens),
-        "schedules": effects.total(),
-        "faults": effects["illegal-address"],
-        "effects": dict(effects),
-        "witness": {name: w for name, w in witness.items() if name != "clean"},
-        **total,
+        "faults": sum(each["effect"] == "illegal-address" for _, each in found),
+        **_effects(found),
+        **counts,
     }
+
+
+def _every_schedule(
+    program: Callable[[Device], dict[str, Any]],
+) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """What a program gives under each schedule, and the choices that make it."""
+    for found in enumerate_schedules(program, schedule=PromptCopies):
+        if isinstance(found.outcome, Exception):
+            raise found.outcome
+        yield list(found.choices), found.outcome
+
+
+def _effects(outcomes: Iterable[tuple[list[int], dict[str, Any]]]) -> dict[str, Any]:
+    """How many schedules there are, how many have each effect, and the first of each that is not clean."""
+    effects: Counter[str] = Counter()
+    witness: dict[str, Any] = {}
+    for choices, found in outcomes:
+        effects[found["effect"]] += 1
+        witness.setdefault(found["effect"], {"choices": choices, **found})
+    witness.pop("clean", None)
+    return {"schedules": effects.total(), "effects": dict(effects), "witness": witness}
 
 
 def two_steps(target_waits: bool, k: int = 2, seed: int = 0) -> dict[str, Any]:
@@ -413,31 +398,14 @@ def two_steps(target_waits: bool, k: int = 2, seed: int = 0) -> dict[str, Any]:
     backend.py:553 of vLLM 0.28.0). Page ids are left out, since their host memory is one a pass.
     """
     chosen = case("no-page-kernel", "sim", k, seed=seed)
-    effects: Counter[str] = Counter()
-    witness: dict[str, Any] = {}
-    for found in enumerate_schedules(
-        lambda dev: _two_steps(dev, chosen, target_waits), schedule=PromptCopies
-    ):
-        if isinstance(found.outcome, Exception):
-            raise found.outcome
-        effect = "illegal-address" if found.outcome else "clean"
-        effects[effect] += 1
-        witness.setdefault(effect, {"choices": list(found.choices), "why": found.outcome})
-    return {
-        "k": k,
-        "target_waits": target_waits,
-        "lens": list(chosen.lens),
-        "schedules": effects.total(),
-        "effects": dict(effects),
-        "witness": {name: w for name, w in witness.items() if name != "clean"},
-    }
+    found = _effects(_every_schedule(lambda dev: _two_steps(dev, chosen, target_waits)))
+    return {"k": k, "target_waits": target_waits, "lens": list(chosen.lens), **found}
 
 
-def _two_steps(dev: Device, chosen: Case, target_waits: bool) -> str:
-    """The account of the first access outside; empty without one."""
-    with _watch(dev):
+def _two_steps(dev: Device, chosen: DraftCase, target_waits: bool) -> dict[str, Any]:
+    with watch(dev):
         proposer = MtpProposer(dev, chosen.config, chosen.arm, chosen.seed)
-        tokens = dev.tensor(_tokens(chosen)[0], torch.int64, "tokens")
+        tokens = dev.tensor(chosen.tokens()[0], torch.int64, "tokens")
         lengths = [np.array(chosen.lens, dtype=np.int32) + n for n in range(2)]
         on_device = [dev.tensor(known, torch.int32, "lengths") for known in lengths]
         dev.synchronize()
@@ -449,17 +417,13 @@ def _two_steps(dev: Device, chosen: Case, target_waits: bool) -> str:
                 proposer.propose(tokens, target, known)
             dev.synchronize()
 
-        return _until_outside(draft)
+        return _accessed(draft)
 
 
-def _outcomes(chosen: Case, right: Sequence[Golden]) -> Iterator[tuple[list[int], dict[str, Any]]]:
-    if chosen.arm.launch_blocking:
-        yield [], run(devices.open("sim", schedule="immediate"), chosen, right)
-        return
-    for found in enumerate_schedules(lambda dev: run(dev, chosen, right), schedule=PromptCopies):
-        if isinstance(found.outcome, Exception):
-            raise found.outcome
-        yield list(found.choices), found.outcome
+def _accessed(work: Callable[[], object]) -> dict[str, Any]:
+    """Effect and account of the first access outside, if there is one."""
+    why = until_outside(work)
+    return {"effect": "illegal-address" if why else "clean", "why": why}
 
 
 def overtaken(device: str = "sim", later: int = 1, k: int = 5, seed: int = 0) -> dict[str, Any]:
@@ -470,21 +434,62 @@ def overtaken(device: str = "sim", later: int = 1, k: int = 5, seed: int = 0) ->
     """
     chosen = case("before", device, k, seed=seed)
     dev = open_device(device, "immediate", chosen.arm)
-    with _watch(dev):
+    with watch(dev):
         proposer = MtpProposer(dev, chosen.config, chosen.arm, seed)
         lengths = np.array(chosen.lens, dtype=np.int32)
         proposer.buffers.seq_lens.copy_(torch.from_numpy(lengths + 2))
         plans = [proposer.planner.plan(lengths + i) for i in range(3 + later)]
         for plan in plans[1:]:
-            proposer.staging.send(plan, proposer.buffers.workspaces.ints, proposer.stream)
+            plan.fill(proposer.staging)
+            proposer.copy(plan, proposer.staging)
             dev.synchronize()
 
         def attend() -> None:
             proposer.attend(plans[2])
             dev.synchronize()
 
-        why = _until_outside(attend)
-    return {"effect": "illegal-address" if why else "clean", "why": why}
+        return _accessed(attend)
+
+
+# What the detector reports
+
+
+def first_step(
+    arm: str = "before",
+    k: int = 5,
+    device: str = "sim",
+    schedules: Sequence[str] = DETECTOR_SCHEDULES,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Races that the staging detector reports in one step without attention, so that no plan can fault.
+
+    On CUDA there is one schedule, the GPU's own. Launch blocking is the schedule `immediate`. `effect` is
+    `unordered` when every schedule has a race, `ordered` when none has, else `mixed`; `races` counts them by
+    schedule. Raises BadInputError for an unknown arm, or a CUDA process without the arm's environment.
+    """
+    chosen = case(arm, device, k, layout="benign", attend=False, seed=seed)
+    if device == "cuda":
+        schedules = ("cuda",)
+    elif chosen.arm.launch_blocking:
+        schedules = ("immediate",)
+    found = {
+        schedule: _races(open_device(device, schedule, chosen.arm, seed), chosen) for schedule in schedules
+    }
+    races, seen = [race for each in found.values() for race in each], [bool(each) for each in found.values()]
+    return {
+        "effect": "unordered" if all(seen) else "mixed" if any(seen) else "ordered",
+        "why": str(races[0]) if races else "",
+        "races": {schedule: len(each) for schedule, each in found.items()},
+        "pairs": sorted({f"{race.first} / {race.second}" for race in races}),
+        "schedules": len(found),
+        "reported": sum(seen),
+    }
+
+
+def _races(dev: Device, chosen: DraftCase) -> list[staging.Race]:
+    with staging.watch(dev) as watched:
+        RepeatedDrafts(dev, chosen, []).step()
+    return watched.races
 
 
 # When the host overtakes the copies
@@ -520,12 +525,7 @@ def derived_pairs(k: int, ratio: float, metadata: bool = True, pages: float = 0.
 
 
 def _timed_step(
-    k: int,
-    ratio: float,
-    metadata: bool,
-    arm: str = "before",
-    host_us: float = 10_000.0,
-    pages: float = 0.0,
+    k: int, ratio: float, metadata: bool, arm: str = "before", host_us: float = 10_000.0, pages: float = 0.0
 ) -> Device:
     """One step on the simulator's clock, without attention: who comes first does not depend on the layout."""
     chosen = case(
@@ -540,8 +540,7 @@ def _timed_step(
         attend=False,
     )
     dev = devices.open("sim", schedule=Timed(launch_us=0.0))
-    loop = Loop(dev, chosen, [])
-    loop.step(target_us=0.0 if metadata else 100 * k * host_us)
+    RepeatedDrafts(dev, chosen, []).step(target_us=0.0 if metadata else 100 * k * host_us)
     return dev
 
 
@@ -552,27 +551,25 @@ def k_split(ratios: Sequence[float] = (1.1, 1.4, 1.6, 2.1, 3.0)) -> dict[str, An
     bisection; None where none does up to 64. `pages_threshold` is the measured time of gathering page ids, in host
     passes, from which on 3 drafts race.
     """
-    rows = []
-    for k in range(1, 7):
-        for metadata in (True, False):
-            for ratio in ratios:
-                found = overwrites(_timed_step(k, ratio, metadata).trace)
-                rows.append(
-                    {
-                        "k": k,
-                        "metadata": metadata,
-                        "ratio": ratio,
-                        "derived": derived_pairs(k, ratio, metadata),
-                        "measured": [(j, j + 1) for j, _ in found],
-                        "read_instead": [list(pair) for pair in found],
-                    }
-                )
+    rows = [_split(k, metadata, ratio) for k in range(1, 7) for metadata in (True, False) for ratio in ratios]
     threshold = {
         str(k): _threshold(lambda ratio, k=k: _timed_step(k, ratio, True), 1.0)  # type: ignore[misc]
         for k in range(1, 7)
     }
     pages = _threshold(lambda pages: _timed_step(3, 1.1, True, pages=pages), 0.0)
     return {"rows": rows, "threshold": threshold, "pages_threshold": pages}
+
+
+def _split(k: int, metadata: bool, ratio: float) -> dict[str, Any]:
+    """Which plans race in one step: derived and measured."""
+    found = overwrites(_timed_step(k, ratio, metadata).trace)
+    return {
+        "k": k,
+        "metadata": metadata,
+        "ratio": ratio,
+        "derived": derived_pairs(k, ratio, metadata),
+        "measured": [(j, j + 1) for j, _ in found],
+    }
 
 
 def _threshold(step: Callable[[float], Device], low: float) -> float | None:
@@ -595,185 +592,32 @@ def timeline(
     are the host's fills of a plan buffer, `blocks` the calls in which the host waited.
     """
     trace = _timed_step(k, ratio, metadata, arm, host_us).trace
-    staging = arm_of(arm).staging
-    reused = not staging.get("fresh", False) and staging.get("pinned", True)
+    by_host, queued = ([r for r in trace if r.by == by] for by in ("host", "queue"))
+    reused = arm_of(arm).draft_pass not in (fix.fresh, fix.pageable)
     lost = dict(overwrites(trace)) if reused else {}
-    copies = [r for r in trace if r.by == "queue" and r.name == "plan copy"]
-    issued = [r for r in trace if r.by == "host" and r.name == "plan copy"]
+    calls, copies = ([r for r in side if r.name == "plan copy"] for side in (by_host, queued))
     return {
         "arm": arm,
         "k": k,
         "ratio": ratio,
         "writes": [
-            {"plan": i, "at_us": r.start_us} for i, r in enumerate((r for r in trace if _is_fill(r)), start=1)
+            {"plan": i, "at_us": r.start_us} for i, r in enumerate(filter(_is_fill, by_host), start=1)
         ],
         "copies": [
-            {
-                "plan": j,
-                "carried": lost.get(j, j),
-                "issued_us": call.start_us,
-                "start_us": copy.start_us,
-                "end_us": copy.end_us,
-            }
-            for j, (call, copy) in enumerate(zip(issued, copies, strict=True), start=1)
+            {"plan": j, "carried": lost.get(j, j), "issued_us": call.start_us, **_span(copy)}
+            for j, (call, copy) in enumerate(zip(calls, copies, strict=True), start=1)
         ],
-        "kernels": [
-            {"name": r.name, "start_us": r.start_us, "end_us": r.end_us}
-            for r in trace
-            if r.by == "queue" and r.what in ("launch", "spin")
-        ],
+        "kernels": [{"name": r.name, **_span(r)} for r in queued if r.what in ("launch", "spin")],
         "blocks": [
             {"stream": r.stream, "event": r.name, "until_us": r.start_us}
-            for r in trace
-            if r.by == "host" and r.what == "synchronize"
+            for r in by_host
+            if r.what == "synchronize"
         ],
     }
 
 
-# Hypotheses: each function gives rows, and the verdict that follows from them
-
-
-def same_stream() -> dict[str, Any]:
-    """The two buffer writes race with the model that reads them: looked for under every schedule.
-
-    A control does what the hypothesis says: it issues the writes in another stream.
-    """
-    rows = [
-        _row(schedules("before", k=4), "before"),
-        _row(schedules("side-stream-writes", k=2), "side-stream-writes"),
-    ]
-    real, control = rows
-    refuted = real["wrong_ids"] == 0 and real["faults"] > 0 and control["wrong_ids"] > 0
-    return {"hypothesis": "same-stream-buffer-race", "rows": rows, "verdict": _verdict(refuted)}
-
-
-def placeholders(steps: int = 3, k: int = 5) -> dict[str, Any]:
-    """-1 in the scheduled draft tokens breaks the loop.
-
-    Under asynchronous scheduling the scheduler knows no drafts and sends -1 for each; the runner fills in the
-    drafts of the step before on the GPU. The step before the first is one of the reference. Counted are steps
-    with placeholders, ids below 0 that are left after that, and faults.
-    """
-    rows = []
-    for arm, asynchronous in (("event", True), ("before", True), ("before", False)):
-        found = _scheduled(arm, asynchronous, steps, k)
-        rows.append({"arm": f"{arm}, {'async' if asynchronous else 'sync'} scheduling", **found})
-    healthy, before, without = rows
-    refuted = (
-        healthy["with_placeholders"] == healthy["steps"]
-        and healthy["negative_ids"] == 0
-        and healthy["effect"] == "clean"
-        and before["with_placeholders"] > 0
-        and without["with_placeholders"] == 0
-        and without["effect"] == "illegal-address"
-    )
-    return {"hypothesis": "minus-one-placeholders", "rows": rows, "verdict": _verdict(refuted)}
-
-
-def _scheduled(arm: str, asynchronous: bool, steps: int, k: int) -> dict[str, Any]:
-    """Steps whose token ids are the last drafts, from the scheduler or filled in on the GPU."""
-    chosen = case(arm, "sim", k, observe=True)
-    dev = open_device("sim", "lazy", chosen.arm)
-    earlier = golden(devices.open("sim", schedule="immediate"), chosen, 1)[0].drafts
-    with_placeholders = negative = 0
-    with _watch(dev):
-        loop = Loop(dev, chosen, [])
-        drafts = loop.proposer.buffers.drafts
-        drafts.copy_(torch.from_numpy(earlier))
-        scheduled = dev.zeros([k, len(chosen.lens)], torch.int64, "scheduled")
-        while loop.account.steps < steps and not loop.account.illegal:
-            sent = np.full(drafts.shape, -1) if asynchronous else _fetch(drafts)
-            with_placeholders += bool((sent < 0).any())
-            negative += _fill_in(dev, loop, sent, scheduled)
-            loop.account.illegal = _until_outside(loop.step)
-        loop.account.steps += bool(loop.account.illegal)
-    return {
-        **loop.account.result(),
-        "with_placeholders": with_placeholders,
-        "negative_ids": negative,
-    }
-
-
-def _fill_in(dev: Device, loop: Loop, sent: npt.NDArray[np.int64], scheduled: torch.Tensor) -> int:
-    """Put the scheduler's ids where the next step takes them from; returns how many are still negative."""
-    buffer = dev.host_buffer(sent.shape, torch.int64, name="scheduled ids")
-    buffer[:] = sent
-    dev.copy_async(scheduled, buffer, loop.proposer.stream)
-    tokens = loop.tokens[loop.account.steps % len(loop.tokens)]
-    args = (scheduled, loop.proposer.buffers.drafts, tokens)
-    dev.launch(
-        _resolve, *args, stream=loop.proposer.stream, reads=args, writes=(scheduled, tokens), name="fill in"
-    )
-    dev.synchronize()
-    return int((_fetch(scheduled) < 0).sum())
-
-
-def _resolve(scheduled: torch.Tensor, drafts: torch.Tensor, tokens: torch.Tensor) -> None:
-    scheduled.copy_(torch.where(scheduled < 0, drafts, scheduled))
-    tokens.copy_(scheduled[-1])
-
-
-def stale_metadata() -> dict[str, Any]:
-    """The plan of the first pass is used for all: wrong attention, but nothing outside."""
-    rows = [_row(steps(arm), arm) for arm in ("plan-once", "event", "before")]
-    stale, fixed, before = rows
-    refuted = (
-        stale["effect"] == "wrong-result"
-        and fixed["effect"] == "clean"
-        and before["effect"] == "illegal-address"
-    )
-    return {"hypothesis": "stale-metadata", "rows": rows, "verdict": _verdict(refuted)}
-
-
-def kv_boundary() -> dict[str, Any]:
-    """A request that crosses into a new page faults: without and with a change of the plan."""
-    rows = [
-        _row(steps("before", layout="page"), "before, page added, plan unchanged"),
-        _row(steps("event"), "event, page added, plan changed"),
-        _row(steps("before"), "before, page added, plan changed"),
-    ]
-    refuted = [row["effect"] for row in rows] == ["clean", "clean", "illegal-address"]
-    return {"hypothesis": "kv-boundary", "rows": rows, "verdict": _verdict(refuted)}
-
-
-def clamping() -> dict[str, Any]:
-    """A request reaches max_model_len while it drafts: its length is 1, the plan is for more."""
-    rows = []
-    for arm in ("before", "event"):
-        chosen = case(arm, "sim", 5, layout="benign", observe=True)
-        limit = max(chosen.lens) + 1
-        chosen = replace(chosen, config=replace(chosen.config, max_model_len=limit))
-        right = golden(devices.open("sim", schedule="immediate"), chosen, 1)
-        dev = devices.open("sim")
-        found = run(dev, chosen, right)
-        rows.append(_row(found, f"{arm}, clamped at {limit}") | {"clamped": found["clamped"]})
-    refuted = all(row["effect"] == "clean" and row["clamped"] for row in rows)
-    return {"hypothesis": "clamping", "rows": rows, "verdict": _verdict(refuted)}
-
-
-HYPOTHESES = {
-    "same-stream-buffer-race": same_stream,
-    "minus-one-placeholders": placeholders,
-    "stale-metadata": stale_metadata,
-    "kv-boundary": kv_boundary,
-    "clamping": clamping,
-}
-
-
-def hypothesis(name: str) -> dict[str, Any]:
-    """Rows and verdict of one hypothesis. Raises BadInputError for an unknown name."""
-    if name not in HYPOTHESES:
-        raise BadInputError(f"hypothesis {name!r} is not one of {', '.join(HYPOTHESES)}")
-    return HYPOTHESES[name]()
-
-
-def _row(found: dict[str, Any], arm: str) -> dict[str, Any]:
-    kept = ("effect", "why", "effects", "schedules", "faults", "wrong_ids", "wrong_plans", "mismatched_steps")
-    return {"arm": arm} | {name: found[name] for name in kept if name in found}
-
-
-def _verdict(refuted: bool) -> str:
-    return "refuted" if refuted else "open"
+def _span(record: TraceRecord) -> dict[str, float | None]:
+    return {"start_us": record.start_us, "end_us": record.end_us}
 
 
 # Price
@@ -800,7 +644,7 @@ def price(
     dev = open_device(device, "timed", arm_of(arms[0]), seed)
     draw = random.Random(seed)
     for k in ks:
-        loops = {arm: Loop(dev, _priced(arm, device, k, forward_us, seed), []) for arm in arms}
+        loops = {arm: RepeatedDrafts(dev, _priced(arm, device, k, forward_us, seed), []) for arm in arms}
         times: dict[str, list[float]] = {arm: [] for arm in arms}
         for _ in range(rounds + 1):
             for arm in draw.sample(list(arms), len(arms)):
@@ -819,12 +663,12 @@ def price(
 
 def _price_of(times: Mapping[str, Sequence[float]], arm: str) -> dict[str, Any]:
     """Of an arm: median microseconds of a step, and its ratio to each base, with the interval."""
-    told: dict[str, Any] = {"step_us": statistics.median(times[arm])}
+    row: dict[str, Any] = {"step_us": statistics.median(times[arm])}
     for base in ("before", "stream-sync"):
         if base in times:
             ratios = [mine / other for mine, other in zip(times[arm], times[base], strict=True)]
-            told |= {f"to_{base}": statistics.median(ratios), f"to_{base}_95": median_interval(ratios)}
-    return told
+            row |= {f"to_{base}": statistics.median(ratios), f"to_{base}_95": median_interval(ratios)}
+    return row
 
 
 def median_interval(values: Sequence[float], miss: float = 0.05) -> list[float]:
@@ -840,11 +684,11 @@ def median_interval(values: Sequence[float], miss: float = 0.05) -> list[float]:
     return [ordered[left], ordered[-1 - left]]
 
 
-def _priced(arm: str, device: str, k: int, forward_us: float, seed: int) -> Case:
+def _priced(arm: str, device: str, k: int, forward_us: float, seed: int) -> DraftCase:
     return case(arm, device, k, layout="benign", seed=seed, forward_us=forward_us)
 
 
-def _time(dev: Device, loop: Loop, steps: int, target_us: float) -> float:
+def _time(dev: Device, loop: RepeatedDrafts, steps: int, target_us: float) -> float:
     """Microseconds a step, host and GPU together."""
     dev.synchronize()
     begin = time.perf_counter()

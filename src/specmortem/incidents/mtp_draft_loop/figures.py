@@ -26,14 +26,14 @@ FORWARD = "spin"
 NOTE = 9
 
 
-def timeline(told: Mapping[str, Record], title: str) -> Figure:
+def timeline(records: Mapping[str, Record], title: str) -> Figure:
     """Host, plan copies and forwards of one step, by arm; colour is the plan, red a plan that is not the pass's own.
 
-    `told` maps a label to a record of `mtp_loop.timeline`.
+    `records` maps a label to a record of `arms.timeline`.
     """
-    made, axes = figure(len(told), 2.6 * len(told) + 0.5, title)
-    end = max(kernel["end_us"] for record in told.values() for kernel in record["kernels"])
-    for ax, (label, record) in zip(axes, told.items(), strict=True):
+    made, axes = figure(len(records), 2.6 * len(records) + 0.5, title)
+    end = max(kernel["end_us"] for record in records.values() for kernel in record["kernels"])
+    for ax, (label, record) in zip(axes, records.items(), strict=True):
         _fills(ax, record)
         _copies(ax, record)
         _forwards(ax, record)
@@ -79,7 +79,7 @@ def _copies(ax: Axes, record: Record) -> None:
 
 
 def _forwards(ax: Axes, record: Record) -> None:
-    """The pass behind copy j is the j-th forward: it reads what that copy carried."""
+    """The pass after copy j is the j-th forward: it reads what that copy carried."""
     spans = [kernel for kernel in record["kernels"] if _is_forward(kernel)]
     for copy, span in zip(record["copies"], spans, strict=True):
         wrong = copy["carried"] != copy["plan"]
@@ -98,13 +98,13 @@ def _is_forward(kernel: Record) -> bool:
     return str(kernel["name"]).startswith(FORWARD) and kernel["end_us"] > kernel["start_us"]
 
 
-def growth(told: Mapping[str, Sequence[Record]], title: str) -> Figure:
+def growth(records: Mapping[str, Sequence[Record]], title: str) -> Figure:
     """Share of batches whose layout faults when each request grows by a token, by batch size.
 
-    `told` maps a label to rows of `mtp_layouts.growth`; bars are two standard errors.
+    `records` maps a label to rows of `layouts.growth`; bars are two standard errors.
     """
     made, (ax,) = figure(1, 3.3, title)
-    for number, (label, rows) in enumerate(told.items()):
+    for number, (label, rows) in enumerate(records.items()):
         batches = [row["batch"] for row in rows]
         rates = [100 * row["read_rate"] for row in rows]
         errors = [200 * (row["read_rate"] * (1 - row["read_rate"]) / row["trials"]) ** 0.5 for row in rows]

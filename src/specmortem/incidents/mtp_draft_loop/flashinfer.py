@@ -40,22 +40,9 @@ WORKSPACE_BYTES = DEFAULT_WORKSPACE
 STALL_CYCLES = 400_000_000
 STAGING, BLOCK, INFO = "_pin_memory_int_workspace_buffer", "_int_workspace_buffer", "_plan_info"
 INFO_NAMES = (
-    "num_padded",
-    "total_num_rows",
-    "total_num_rows_at",
-    "cta_tile_q",
-    "request_indices",
-    "qo_tile_indices",
-    "kv_tile_indices",
-    "merge_indptr",
-    "o_indptr",
-    "kv_chunk_size",
-    "v",
-    "s",
-    "block_valid_mask",
-    "enable_cuda_graph",
-    "split_kv",
-)
+    "num_padded total_num_rows total_num_rows_at cta_tile_q request_indices qo_tile_indices kv_tile_indices "
+    "merge_indptr o_indptr kv_chunk_size v s block_valid_mask enable_cuda_graph split_kv"
+).split()
 ARMS = ("before", "sync-after-plan", "fresh-wrapper", "fresh-wrapper-dropped", "unpinned")
 Bytes = npt.NDArray[np.uint8]
 
@@ -100,7 +87,7 @@ def geometry(sms: int = 0) -> Geometry:
 
 
 @dataclass
-class Attention:
+class DecodeAttention:
     """Decode attention by the release: one KV cache, and wrappers that share a float workspace."""
 
     max_pages: int
@@ -135,13 +122,7 @@ class Attention:
         indptr = torch.tensor(np.cumsum([0, *pages]), dtype=torch.int32)
         last = torch.tensor([(length - 1) % PAGE + 1 for length in lengths], dtype=torch.int32)
         wrapper.plan(
-            indptr,
-            self.indices[: sum(pages)],
-            last,
-            HEADS,
-            KV_HEADS,
-            HEAD_SIZE,
-            PAGE,
+            *(indptr, self.indices[: sum(pages)], last, HEADS, KV_HEADS, HEAD_SIZE, PAGE),
             q_data_type=torch.bfloat16,
             kv_data_type=torch.bfloat16,
         )
@@ -175,39 +156,29 @@ def plan_info(wrapper: Any) -> dict[str, int]:
 
 def arrays(block: Bytes, info: dict[str, int]) -> dict[str, list[int]]:
     """What kernels that were launched with these offsets read from a block, which may hold another plan."""
-    padded, rows = info["num_padded"], info["total_num_rows"]
-    sizes = {
-        "request_indices": padded,
-        "qo_tile_indices": padded,
-        "kv_tile_indices": padded,
-        "o_indptr": rows + 1,
-        "kv_chunk_size": 1,
+    parts = {name: block[start:stop] for name, (start, stop) in _extents(info).items()}
+    return {
+        name: (part if name == "block_valid_mask" else part.view(np.int32)).tolist()
+        for name, part in parts.items()
     }
-    if info["split_kv"]:
-        sizes["merge_indptr"] = rows + 1
-    found = {name: _words(block, info[name], n) for name, n in sizes.items()}
-    if info["split_kv"]:
-        start = info["block_valid_mask"]
-        found["block_valid_mask"] = [int(x) for x in block[start : start + padded]]
-    return found
 
 
-def _words(block: Bytes, start: int, count: int) -> list[int]:
-    return [int(x) for x in block[start : start + 4 * count].view(np.int32)]
+def _extents(info: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """First byte of each array of a plan, and the first after it."""
+    padded, pointers = info["num_padded"], 4 * (info["total_num_rows"] + 1)
+    sizes = dict.fromkeys(("request_indices", "qo_tile_indices", "kv_tile_indices"), 4 * padded)
+    sizes |= {"o_indptr": pointers, "kv_chunk_size": 4}
+    if info["split_kv"]:
+        sizes |= {"merge_indptr": pointers, "block_valid_mask": padded}
+    return {name: (info[name], info[name] + size) for name, size in sizes.items()}
 
 
 def _block_bytes(info: dict[str, int]) -> int:
     """A length that holds the whole plan."""
-    ends = [info["kv_tile_indices"] + 4 * info["num_padded"], info["kv_chunk_size"] + 4]
-    if info["split_kv"]:
-        ends += [
-            info["merge_indptr"] + 4 * (info["total_num_rows"] + 1),
-            info["block_valid_mask"] + info["num_padded"],
-        ]
-    return -(-max(ends) // 16) * 16
+    return -(-max(stop for _, stop in _extents(info).values()) // 16) * 16
 
 
-def _laid_out(attention: Attention, wrapper: Any, lengths: Sequence[int]) -> dict[str, Any]:
+def _laid_out(attention: DecodeAttention, wrapper: Any, lengths: Sequence[int]) -> dict[str, Any]:
     """What the released planner makes of one batch: its numbers, and its arrays as the device has them."""
     attention.plan(wrapper, lengths)
     torch.cuda.synchronize()
@@ -227,13 +198,13 @@ def cross_check(batches: int = 200, seed: int = 0) -> dict[str, Any]:
     rng, planner = random.Random(seed), Planner(geometry())
     drawn = [random_lengths(rng) for _ in range(batches)]
     most = max(sum(-(-length // PAGE) for length in lengths) for lengths in drawn)
-    attention = Attention(1, 64)
+    attention = DecodeAttention(1, 64)
     attention.indices = torch.zeros(most, dtype=torch.int32, device="cuda")
     wrapper = attention.wrapper()
     differences = [
-        told
+        difference
         for lengths in drawn
-        for told in planner_differences(planner.plan(lengths), _laid_out(attention, wrapper, lengths))
+        for difference in planner_differences(planner.plan(lengths), _laid_out(attention, wrapper, lengths))
     ]
     return {
         "effect": "different" if differences else "equal",
@@ -276,7 +247,7 @@ def overwritten_plan(
     second plan returned: then the clone says nothing.
     """
     second = list(second) or [length + 1 for length in first]
-    attention = Attention(sum(-(-length // PAGE) + 1 for length in first), len(first))
+    attention = DecodeAttention(sum(-(-length // PAGE) + 1 for length in first), len(first))
     wrapper = attention.wrapper()
     expected = {name: _laid_out(attention, wrapper, each) for name, each in (("A", first), ("B", second))}
     length = max(_block_bytes(each["info"]) for each in expected.values())
@@ -331,22 +302,14 @@ def verdict(subject: str) -> Verdict:
 def faulting_batches(count: int, sms: int = 0, k: int = 5, seed: int = 0) -> list[list[int]]:
     """Batches at the start of a draft loop whose last but one plan, read through the last, walks out of all memory.
 
-    3 to 6 requests of 4,000 to 12,000 tokens: of 7 to 10 hardly any do (see `mtp_layouts.growth`).
+    3 to 6 requests of 4,000 to 12,000 tokens: of 7 to 10 hardly any do (see `layouts.growth`).
     """
     rng, g = random.Random(seed), geometry(sms)
     rows = first_row_outside(g, DEFAULT_WORKSPACE)
+    sizes = ((rng.randint(3, 6), rng.randrange(1 << 30)) for _ in range(count))
     return [
-        find_layout(
-            g,
-            rng.randint(3, 6),
-            4_000,
-            12_000,
-            first=k - 2,
-            last=k - 1,
-            rows=rows,
-            seed=rng.randrange(1 << 30),
-        )
-        for _ in range(count)
+        find_layout(g, batch, 4_000, 12_000, first=k - 2, last=k - 1, rows=rows, seed=drawn)
+        for batch, drawn in sizes
     ]
 
 
@@ -355,7 +318,7 @@ class _Loop:
     """A draft loop of K - 1 plans and forwards a step, in one arm."""
 
     arm: str
-    attention: Attention
+    attention: DecodeAttention
     cycles: int
     k: int
     held: list[Any] = field(default_factory=list)
@@ -405,7 +368,7 @@ def loop(
     library()
     drawn = faulting_batches(batches, k=k, seed=seed)
     most = max(sum(-(-(length + k) // PAGE) for length in base) for base in drawn)
-    attention = Attention(most, max(len(base) for base in drawn))
+    attention = DecodeAttention(most, max(len(base) for base in drawn))
     expected = [_Loop("sync-after-plan", attention, 0, k).step(base) for base in drawn]
     wrong, drafting = torch.zeros(1, dtype=torch.int64, device="cuda"), _Loop(arm, attention, cycles, k)
     torch.cuda.synchronize()

@@ -197,7 +197,7 @@ def lengths(
 
 
 def runner_lengths(tree: upstream.Tree, async_scheduling: bool, rows: int) -> dict[str, torch.Tensor | None]:
-    """The fields of lengths as the released statements make them for `rows` rows, padding behind the requests.
+    """The fields of lengths as the released statements make them for `rows` rows, padding after the requests.
 
     Values are int32 tensors of shape (rows,), on the device for `seq_lens` and on the host for the others, or None.
     Raises upstream.NotPresentError where the runner builds no such metadata.
@@ -230,7 +230,7 @@ def _uses_async(tree: upstream.Tree, async_scheduling: bool) -> bool:
 
 
 def _statements(tree: upstream.Tree) -> ast.Module:
-    """The statements that the lengths depend on, and `found = {field: released expression}` behind them."""
+    """The statements that the lengths depend on, and `found = {field: released expression}` after them."""
     node = upstream.definition(tree, RUNNER, BUILD)
     assert isinstance(node, ast.FunctionDef)
     calls = [c for c in ast.walk(node) if isinstance(c, ast.Call) and ast.unparse(c.func) == METADATA]

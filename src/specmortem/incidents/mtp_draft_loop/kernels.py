@@ -23,9 +23,7 @@ The kernels index as the originals do (prefill.cuh:2065-2405, cascade.cuh:368-46
 offsets are unsigned and 32 bits wide, so a merge_indptr that descends by x makes a request walk 2**32 - x
 rows.
 
-`Staging` is where a plan waits for its copy. Before: one page-locked buffer, refilled by every plan although
-the copy of the one before may not have read it yet (decode.py:742 allocates it once a wrapper). After: any of
-`wait`, `fresh`, or a pageable buffer.
+Where a plan waits for its copy is the incident: `fix`.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specmortem._interpreter import mend
-from specmortem.device import Device, HostBuffer, Stream
 from specmortem.errors import BadInputError
 
 mend()
@@ -52,6 +50,7 @@ MIN_CHUNK_TOKENS = 128
 LOG2_E = 1.4426950408889634
 # A specialized offset would compile a kernel anew for every layout.
 OFFSETS = ["request_at", "qo_tile_at", "kv_tile_at", "o_indptr_at", "chunk_at", "mask_at", "merge_indptr_at"]
+PARTIAL_READS = ("request_indices", "qo_tile_indices", "kv_tile_indices", "o_indptr", "kv_chunk_size")
 Array = npt.NDArray[Any]
 
 
@@ -131,7 +130,7 @@ class Plan:
 
     @property
     def s_offset(self) -> int:
-        """Bytes from the start of the float workspace to the log-sum-exps, behind the partial values."""
+        """Bytes from the start of the float workspace to the log-sum-exps, which follow the partial values."""
         g = self.geometry
         return 4 * g.num_qo_heads * self.num_padded * g.cta_tile_q * g.head_dim
 
@@ -253,85 +252,43 @@ def _layout(geometry: Geometry, split: bool, batch: int, padded: int) -> tuple[d
     return offsets, end
 
 
-class Staging:
-    """Host memory in which plans wait for their copy to the GPU.
-
-    By default one page-locked buffer that every plan refills at once. `wait` waits for the copy of the plan
-    before; `fresh` takes new memory for each plan, which the allocator may not hand out again while a copy
-    reads it; `pinned=False` has the copy staged at the call.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        capacity: int,
-        *,
-        pinned: bool = True,
-        fresh: bool = False,
-        wait: bool = False,
-    ) -> None:
-        self.device, self.pinned, self.fresh, self.wait = device, pinned, fresh, wait
-        self.buffer = device.host_buffer([capacity], torch.uint8, pinned, "plan")
-        self.copied = device.event("plan copied")
-
-    def send(self, plan: Plan, target: torch.Tensor, stream: Stream) -> None:
-        """Fill a buffer and enqueue its copy to `target`, uint8 of the buffer's capacity."""
-        if self.wait:
-            self.copied.synchronize()
-        buffer = self._buffer(plan)
-        plan.fill(buffer)
-        n = plan.nbytes
-        self.device.copy_async(target[:n], buffer.rows(0, n), stream, name="plan copy")
-        if self.wait:
-            self.copied.record(stream)
-
-    def _buffer(self, plan: Plan) -> HostBuffer:
-        if not self.fresh:
-            return self.buffer
-        return self.device.host_buffer([plan.nbytes], torch.uint8, self.pinned, "plan")
-
-
-def reference(
-    q: torch.Tensor, kv: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int
-) -> torch.Tensor:
+def reference(q: Tensor, kv: Tensor, block_table: Tensor, seq_lens: Tensor, page_size: int) -> Tensor:
     """Softmax attention of one query token a request, float32 [B, H, D]; zeros for an empty sequence.
 
     q [B, H, D]; kv [slots, 2, KVH, D] holds keys and values; block_table int32 [B, columns]; seq_lens int32
     [B].
     """
     out = torch.zeros_like(q)
-    group = q.shape[1] // kv.shape[2]
     for r, length in enumerate(seq_lens.tolist()):
-        position = torch.arange(length, device=kv.device)
-        rows = kv[block_table[r, position // page_size].long() * page_size + position % page_size]
-        keys, values = (rows[:, i].repeat_interleave(group, dim=1) for i in (0, 1))
-        scores = torch.einsum("hd,thd->ht", q[r], keys) / q.shape[2] ** 0.5
-        out[r] = torch.einsum("ht,thd->hd", torch.softmax(scores, dim=1), values) if length else 0.0
+        if length:
+            positions = torch.arange(length, device=kv.device)
+            out[r] = _attended(q[r], kv, block_table[r], positions, page_size)[0]
     return out
 
 
 def reference_partial(
-    plan: Plan,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    plan: Plan, q: Tensor, kv: Tensor, block_table: Tensor, seq_lens: Tensor
+) -> tuple[Tensor, Tensor]:
     """Partial values [P, H, D] and base-2 log-sum-exps [P, H] of every chunk, in plain torch."""
-    g, chunk = plan.geometry, plan.chunk_tokens
+    chunk, size = plan.chunk_tokens, plan.geometry.page_size
     values, sums = q.new_zeros(plan.num_chunks, *q.shape[1:]), q.new_zeros(plan.num_chunks, q.shape[1])
     pairs = zip(plan.arrays["request_indices"].tolist(), plan.arrays["kv_tile_indices"].tolist(), strict=True)
     for p, (r, tile) in enumerate(pairs):
-        position = torch.arange(tile * chunk, min((tile + 1) * chunk, int(seq_lens[r])))
-        rows = kv[block_table[r, position // g.page_size].long() * g.page_size + position % g.page_size]
-        keys, chunk_values = (rows[:, i].repeat_interleave(g.group_size, dim=1) for i in (0, 1))
-        scores = torch.einsum("hd,thd->ht", q[r], keys) / g.head_dim**0.5
-        values[p] = torch.einsum("ht,thd->hd", torch.softmax(scores, dim=1), chunk_values)
-        sums[p] = torch.logsumexp(scores, dim=1) * LOG2_E
+        positions = torch.arange(tile * chunk, min((tile + 1) * chunk, int(seq_lens[r])))
+        values[p], sums[p] = _attended(q[r], kv, block_table[r], positions, size)
     return values, sums
 
 
-def reference_merge(values: torch.Tensor, sums: torch.Tensor, merge_indptr: Sequence[int]) -> torch.Tensor:
+def _attended(q: Tensor, kv: Tensor, row: Tensor, positions: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Attention [H, D] of one query [H, D] over the keys at `positions`, and the base-2 log-sum-exps [H]."""
+    slots = kv[row[positions // page_size].long() * page_size + positions % page_size]
+    keys, values = (slots[:, i].repeat_interleave(q.shape[0] // kv.shape[2], dim=1) for i in (0, 1))
+    scores = torch.einsum("hd,thd->ht", q, keys) / q.shape[1] ** 0.5
+    out = torch.einsum("ht,thd->hd", torch.softmax(scores, dim=1), values)
+    return out, torch.logsumexp(scores, dim=1) * LOG2_E
+
+
+def reference_merge(values: Tensor, sums: Tensor, merge_indptr: Sequence[int]) -> Tensor:
     """Merged rows [B, H, D] of partial values [P, H, D] with base-2 log-sum-exps [P, H]."""
     out = values.new_zeros(len(merge_indptr) - 1, *values.shape[1:])
     for r, (low, high) in enumerate(zip(merge_indptr[:-1], merge_indptr[1:], strict=True)):
@@ -474,8 +431,8 @@ def page_indices_kernel(
 class Workspaces:
     """The GPU memory of a wrapper: the block that plans are copied to, and room for partial results."""
 
-    ints: torch.Tensor  # uint8 [capacity]
-    floats: torch.Tensor  # float32 [elements]
+    ints: Tensor  # uint8 [capacity]
+    floats: Tensor  # float32 [elements]
 
     def check(self, plan: Plan) -> None:
         """Raise BadInputError when a plan needs more."""
@@ -488,12 +445,12 @@ class Workspaces:
 
 def partial(
     plan: Plan,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
     workspaces: Workspaces,
-    out: torch.Tensor,
+    out: Tensor,
     tokens: int = 32,
 ) -> None:
     """Partial results of all chunks into the float workspace; without a split the output itself.
@@ -502,23 +459,15 @@ def partial(
     loaded at a time. What is computed is what the int workspace says, whatever plan it holds.
     """
     g, at = plan.geometry, plan.offsets
-    _check(plan, q, kv, block_table, seq_lens, workspaces, out)
+    workspaces.check(plan)
+    _check(plan, block_table, q=q, kv=kv, seq_lens=seq_lens, out=out)
     values = workspaces.floats if plan.split else out
+    indices = (at[name] // 4 for name in PARTIAL_READS)
     partial_kernel[(plan.num_padded, g.num_kv_heads)](
-        q,
-        kv,
-        block_table,
-        seq_lens,
-        workspaces.ints.view(torch.int32),
-        workspaces.ints,
-        values,
+        *(q, kv, block_table, seq_lens, workspaces.ints.view(torch.int32), workspaces.ints, values),
         workspaces.floats[plan.s_offset // 4 :] if plan.split else workspaces.floats,
         block_table.stride(0),
-        at["request_indices"] // 4,
-        at["qo_tile_indices"] // 4,
-        at["kv_tile_indices"] // 4,
-        at["o_indptr"] // 4,
-        at["kv_chunk_size"] // 4,
+        *indices,
         at.get("block_valid_mask", 0),
         LOG2_E / g.head_dim**0.5,
         H=g.num_qo_heads,
@@ -533,16 +482,13 @@ def partial(
     )
 
 
-def merge(plan: Plan, workspaces: Workspaces, out: torch.Tensor, rows: int = 8) -> None:
+def merge(plan: Plan, workspaces: Workspaces, out: Tensor, rows: int = 8) -> None:
     """Merge partial results into `out` [B, H, D] by the int workspace, `rows` at a time; nothing without a split."""
     if not plan.split:
         return
     g = plan.geometry
     merge_kernel[(plan.num_reqs, g.num_qo_heads)](
-        workspaces.floats,
-        workspaces.floats[plan.s_offset // 4 :],
-        workspaces.ints.view(torch.int32),
-        out,
+        *(workspaces.floats, workspaces.floats[plan.s_offset // 4 :], workspaces.ints.view(torch.int32), out),
         plan.offsets["merge_indptr"] // 4,
         H=g.num_qo_heads,
         D=g.head_dim,
@@ -550,11 +496,11 @@ def merge(plan: Plan, workspaces: Workspaces, out: torch.Tensor, rows: int = 8) 
     )
 
 
-def gather_pages(block_table: torch.Tensor, row_pointers: torch.Tensor, page_indices: torch.Tensor) -> None:
-    """Page ids of all requests behind each other, as vLLM's builder of this backend gathers them before it plans.
+def gather_pages(block_table: Tensor, row_pointers: Tensor, page_indices: Tensor) -> None:
+    """Page ids of all requests one after the other, as vLLM's builder of this backend gathers them before it plans.
 
     block_table int32 [B, columns]; row_pointers int32 [B + 1]; page_indices int32, at least row_pointers[B] long.
-    A page behind the last column is 0. Not a copy of its kernel (flashinfer.py:2638 in vLLM 0.28.0): what matters
+    A page after the last column is 0. Not a copy of its kernel (flashinfer.py:2638 in vLLM 0.28.0): what matters
     here is that it stands in the stream.
     """
     page_indices_kernel[(row_pointers.numel() - 1,)](
@@ -562,27 +508,16 @@ def gather_pages(block_table: torch.Tensor, row_pointers: torch.Tensor, page_ind
     )
 
 
-def _check(
-    plan: Plan,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    workspaces: Workspaces,
-    out: torch.Tensor,
-) -> None:
+def _check(plan: Plan, block_table: Tensor, **named: Tensor) -> None:
     g, b = plan.geometry, plan.num_reqs
     if g.head_dim & (g.head_dim - 1):
         raise BadInputError(f"head size {g.head_dim} is no power of two; the kernels need one")
-    shapes = {
-        "q": (q, (b, g.num_qo_heads, g.head_dim)),
-        "out": (out, (b, g.num_qo_heads, g.head_dim)),
-        "seq_lens": (seq_lens, (b,)),
-        "kv": (kv, (kv.shape[0], 2, g.num_kv_heads, g.head_dim)),
-    }
-    for name, (tensor, shape) in shapes.items():
-        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise BadInputError(f"{name} must be contiguous of shape {shape}, not {tuple(tensor.shape)}")
+    queries = (b, g.num_qo_heads, g.head_dim)
+    cache = (named["kv"].shape[0], 2, g.num_kv_heads, g.head_dim)
+    shapes = {"q": queries, "out": queries, "seq_lens": (b,), "kv": cache}
+    for name, shape in shapes.items():
+        found = named[name]
+        if tuple(found.shape) != shape or not found.is_contiguous():
+            raise BadInputError(f"{name} must be contiguous of shape {shape}, not {tuple(found.shape)}")
     if block_table.shape[0] < b or block_table.stride(1) != 1:
         raise BadInputError(f"block_table must have {b} rows with contiguous columns")
-    workspaces.check(plan)

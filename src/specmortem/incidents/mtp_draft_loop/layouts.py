@@ -23,15 +23,9 @@ H200 = Geometry(num_sms=132, num_qo_heads=24, num_kv_heads=4, head_dim=256)
 GEOMETRIES = {"small": SMALL, "rtx5090": RTX_5090, "h200": H200}
 DEFAULT_WORKSPACE = 394 << 20  # bytes; VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE
 BF16 = 2
-MERGE_ROWS = (
-    4  # rows that a thread block of the merge takes at a time, for heads of 256 (cascade.cuh:698-701)
-)
+MERGE_ROWS = 4  # that a thread block of the merge takes at a time, for heads of 256 (cascade.cuh:698-701)
 WORKED_EXAMPLE = (6373, 11589, 4176, 7409)  # one token more moves every array, for 132 SMs
-EXAMPLES = (
-    ("rtx5090", (8859, 8736, 7224, 9301)),
-    ("h200", WORKED_EXAMPLE),
-    ("h200", (25344,)),
-)
+EXAMPLES = (("rtx5090", (8859, 8736, 7224, 9301)), ("h200", WORKED_EXAMPLE), ("h200", (25344,)))
 
 
 def first_row_outside(
@@ -89,16 +83,17 @@ def example(geometry: str, lens: Sequence[int]) -> dict[str, Any]:
     planner = Planner(_geometry(geometry))
     plans = [planner.plan([n + more for n in lens]) for more in (0, 1)]
     block = overwritten(plans, 0, 1)
-    seen = plans[0].seen_in(block)
+    names = ("o_indptr", "kv_chunk_size", "merge_indptr")
+    seen, own = (
+        {name: of[name].tolist() for name in names} for of in (plans[0].seen_in(block), plans[0].arrays)
+    )
     return {
         "geometry": geometry,
         "lens": list(lens),
         "chunks": [plan.num_chunks for plan in plans],
         "consequence": consequence(plans[0], block, first_row_outside(planner.geometry)),
-        "seen": {name: seen[name].tolist() for name in ("o_indptr", "kv_chunk_size", "merge_indptr")},
-        "own": {
-            name: plans[0].arrays[name].tolist() for name in ("o_indptr", "kv_chunk_size", "merge_indptr")
-        },
+        "seen": seen,
+        "own": own,
     }
 
 

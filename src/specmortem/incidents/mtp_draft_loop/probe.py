@@ -2,10 +2,10 @@
 
 Three causes are one mistake: the host refills a page-locked buffer whose copy to the device is still queued. The
 released classes are built by their own constructors on stub configurations and called twice, or K times, while the
-device has run nothing; clones that are enqueued behind each call say what the device then finds. On the CPU the
+device has run nothing; clones that are enqueued after each call say what the device then finds. On the CPU the
 released code's own PyTorch calls run on the stand-in for CUDA (schedule `lazy`: nothing runs until the host waits); on
 CUDA they run on a stream that is kept busy. The fourth, `host-lengths-counted-twice`, needs no such moment and is
-judged in `probes.host_lengths`.
+judged in `host_lengths`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ import torch
 
 from specmortem import device as devices
 from specmortem import upstream
-from specmortem.device import PromptCopies
-from specmortem.incidents.mtp_draft_loop import host_lengths
+from specmortem.device import Device, PromptCopies, Stream
+from specmortem.incidents.mtp_draft_loop import fix, flashinfer, host_lengths
+from specmortem.incidents.mtp_draft_loop.kernels import Array, Plan, Planner
+from specmortem.incidents.mtp_draft_loop.layouts import H200, WORKED_EXAMPLE
+from specmortem.incidents.mtp_draft_loop.proposer import DraftLoop
 from specmortem.incidents.mtp_draft_loop.released import (
     BUILDER,
     DEVICE,
@@ -47,15 +50,15 @@ BATCHES_IN_FLIGHT = 2  # what asynchronous scheduling allows
 
 def judge(cause: str, subject: str, device: str = "sim") -> dict[str, Any]:
     """Run the probe of `cause`; a verdict as JSON."""
-    return _told(lambda: _JUDGES[cause](subject, device))
+    return _as_json(lambda: _JUDGES[cause](subject, device))
 
 
 def three_drafts(subject: str, device: str = "sim") -> dict[str, Any]:
     """The released draft loop with 3 drafts, as JSON; on the simulator a copy into an idle stream runs at once."""
-    return _told(lambda: _released_plans(subject, device, 3, prompt=True))
+    return _as_json(lambda: _released_plans(subject, device, 3, prompt=True))
 
 
-def _told(judged: Callable[[], Verdict]) -> dict[str, Any]:
+def _as_json(judged: Callable[[], Verdict]) -> dict[str, Any]:
     try:
         verdict = judged()
     except upstream.NotPresentError as error:
@@ -167,7 +170,7 @@ def _plan_verdict(tree: upstream.Tree, steps: Mapping[str, Drafted], device: str
         return Verdict.not_judged(why, **detail, caught_up=True)
     if not wrong:
         return Verdict("clean", Evidence(witness, "every forward reads its own plan", detail=detail))
-    observed = "; ".join(f"{name}: {told}" for name, told in wrong)
+    observed = "; ".join(f"{name}: {difference}" for name, difference in wrong)
     place = (
         f"{BUILDER}.build ({FLASHINFER.rpartition('/')[2]}), {PROPOSER}.propose ({path.rpartition('/')[2]})"
     )
@@ -182,41 +185,63 @@ def _first_difference(step: Drafted) -> str:
     return f"the forward of draft step {j} reads page counts {seen}, its plan was {own}"
 
 
-def _own_plan(arm: str, device: str) -> Verdict:
-    """This package's planner: two plans of a batch that grows by a token, while the stream is busy."""
-    from specmortem.incidents.mtp_draft_loop.kernels import Planner, Staging
-    from specmortem.incidents.mtp_draft_loop.layouts import H200, WORKED_EXAMPLE
+class TwoPasses(DraftLoop):
+    """Two passes over a batch that grows by a token, while the stream is busy; `found` is what the first one reads."""
 
-    dev = devices.open("cuda" if device == "cuda" else "sim")
-    planner = Planner(H200)
-    first, second = (planner.plan([length + more for length in WORKED_EXAMPLE]) for more in (0, 1))
-    size = max(first.nbytes, second.nbytes)
-    target, clone = dev.zeros([size], torch.uint8, "plan"), dev.zeros([size], torch.uint8, "clone")
-    staging, stream = Staging(dev, size, fresh=arm == "after"), dev.stream("draft")
-    dev.synchronize()
-    dev.spin(10_000, stream)
-    staging.send(first, target, stream)
-    dev.copy_async(clone, target, stream)
-    staging.send(second, target, stream)
-    dev.synchronize()
-    read = first.seen_in(clone.cpu().numpy())
-    wrong = [name for name, array in first.arrays.items() if not np.array_equal(array, read[name])]
-    witness = f"plans of {WORKED_EXAMPLE} tokens and of one more each, {planner.geometry}"
+    def __init__(self, dev: Device, planner: Planner, lengths: Sequence[int]) -> None:
+        self.two = [planner.plan([length + more for length in lengths]) for more in (0, 1)]
+        size = max(plan.nbytes for plan in self.two)
+        super().__init__(dev, dev.zeros([size], torch.uint8, "plan"))
+        self.clone = dev.zeros([size], torch.uint8, "clone")
+
+    def found(self, draft_pass: Callable[[DraftLoop, int], None]) -> dict[str, Array]:
+        """Arrays that the kernels of the first plan find in its block."""
+        self.device.synchronize()
+        self.device.spin(10_000, self.stream)
+        for i in (1, 2):
+            draft_pass(self, i)
+        self.device.synchronize()
+        return self.two[0].seen_in(self.clone.cpu().numpy())
+
+    def next_lengths(self) -> Array:
+        """Nothing: both plans are made."""
+        return np.zeros(0, np.int32)
+
+    def read_lengths(self) -> Array:
+        """A wait until the stream has drained."""
+        self.stream.synchronize()
+        return self.next_lengths()
+
+    def plan(self, i: int, lengths: Array, pages: bool = True) -> Plan:
+        """One of the two plans."""
+        return self.two[i - 1]
+
+    def write_inputs(self, stream: Stream | None = None) -> None:
+        """Nothing: there is no model."""
+
+    def forward(self, i: int) -> None:
+        """Keep what the first pass finds."""
+        if i == 1:
+            self.device.copy_async(self.clone, self.block, self.stream)
+
+
+def _own_plan(arm: str, device: str) -> Verdict:
+    """This package's passes on the worked example: `fix.before`, or `fix.fresh` as the fix."""
+    loop = TwoPasses(devices.open("cuda" if device == "cuda" else "sim"), Planner(H200), WORKED_EXAMPLE)
+    read, own = loop.found(fix.fresh if arm == "after" else fix.before), loop.two[0].arrays
+    wrong = [name for name, array in own.items() if not np.array_equal(array, read[name])]
+    witness = f"plans of {WORKED_EXAMPLE} tokens and of one more each, {H200}"
     if not wrong:
         return Verdict("clean", Evidence(witness, "every array is the first plan's"))
-    observed, expected = (
-        f"merge_indptr {[int(x) for x in of['merge_indptr']]}" for of in (read, first.arrays)
-    )
-    return Verdict("fault", Evidence(witness, observed, expected, "Staging.send", detail={"arrays": wrong}))
+    observed, expected = (f"merge_indptr {of['merge_indptr'].tolist()}" for of in (read, own))
+    return Verdict("fault", Evidence(witness, observed, expected, "fix.before", detail={"arrays": wrong}))
 
 
 def _flashinfer(subject: str, device: str) -> Verdict:
     """The real library: a second plan behind a stalled stream."""
     if device != "cuda":
         return Verdict.not_judged(f"{subject} needs a GPU: its planner is compiled for one", needs="cuda")
-    from specmortem.incidents.mtp_draft_loop import flashinfer as flashinfer_real
-
-    return flashinfer_real.verdict(subject)
+    return flashinfer.verdict(subject)
 
 
 # builder-staging-reuse
@@ -226,11 +251,7 @@ class _Calls:
     """Two calls behind a stall; what the first left for the device. Rounds before the last compile and allocate."""
 
     def __init__(
-        self,
-        on: Bench,
-        call: Callable[[list[int]], torch.Tensor],
-        first: list[int],
-        second: list[int],
+        self, on: Bench, call: Callable[[list[int]], torch.Tensor], first: list[int], second: list[int]
     ) -> None:
         for _ in range(3):
             on.synchronize()

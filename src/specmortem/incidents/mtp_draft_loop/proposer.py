@@ -11,27 +11,28 @@ pointers, a kernel that gathers the page ids, and a copy of the lengths of the l
 first plan's copy meets an idle stream. Their host memory is a buffer of its own for every pass here, which
 leaves cause `builder-staging-reuse` out.
 
-An `Arm` says where the plan waits for its copy and what the host waits for. The model is small: an embedding,
-split-KV attention over a paged cache (`kernels.split_attention`), a head, and a busy wait for what a real
-forward takes.
+The host's part of a pass, in each form that is compared, is in `fix`. The model is small: an embedding, split-KV
+attention over a paged cache (`kernels`), a head, and a busy wait for what a real forward takes.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from specmortem.device import Device, Graph, HostBuffer, Stream
 from specmortem.device.interface import DEFAULT_DURATION_US
 from specmortem.errors import BadInputError
-from specmortem.incidents.mtp_draft_loop import kernels as split_attention
-from specmortem.incidents.mtp_draft_loop.kernels import Geometry, Plan, Planner, Staging, Workspaces
+from specmortem.incidents.mtp_draft_loop import kernels
+from specmortem.incidents.mtp_draft_loop.kernels import Array, Geometry, Plan, Planner, Workspaces
 
 MAX_BATCH = 64
 MAX_TOKENS = 6
@@ -39,57 +40,62 @@ NULL_BLOCK = 0
 RANDOM_NUMBERS = 1_000_003  # a prime, so that repeats fall on other heads and slots
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One form of the loop. `before` is the plain one; each other arm changes one thing.
+class DraftLoop(ABC):
+    """What the host's part of a draft pass is made of, and where plans wait for their copy to the GPU.
 
-    `staging` is how a plan waits for its copy (`Staging`). `synchronize` is the rejected patch: the host
-    waits for a stream between build and forward. `reread` reads the lengths from the GPU before every plan,
-    as vLLM does from 0.30.0 on (vllm/v1/attention/backends/flashinfer.py:1410-1413 there). `constant` pads
-    plans as for CUDA graphs. `launch_blocking` is CUDA_LAUNCH_BLOCKING=1. `plan_once` uses the first plan in
-    every pass. `side_stream_writes` issues the two buffer writes in another stream: what the same-stream
-    hypothesis would need. Without `pages` a build enqueues nothing but its plan: the first copy then meets an
-    idle stream.
+    A page-locked buffer, a pageable one and an event, one of each for all plans; `block` is the device memory that
+    plans are copied to, uint8. `plans[i]` is the plan that pass i of the last step was launched with.
+    """
+
+    def __init__(self, device: Device, block: Tensor) -> None:
+        self.device, self.block = device, block
+        self.stream, self.other = device.stream("main"), device.stream("other")
+        self.staging = self.host_memory(block.numel())
+        self.pageable = self.host_memory(block.numel(), pinned=False)
+        self.copied = device.event("plan copied")
+        self.plans: dict[int, Plan] = {}
+
+    def host_memory(self, nbytes: int, pinned: bool = True) -> HostBuffer:
+        """New memory for a plan; page-locked memory is not handed out again while a copy reads it."""
+        return self.device.host_buffer([nbytes], torch.uint8, pinned, "plan")
+
+    def copy(self, plan: Plan, buffer: HostBuffer) -> None:
+        """Enqueue the copy of a plan from host memory to the block."""
+        n = plan.nbytes
+        self.device.copy_async(self.block[:n], buffer.rows(0, n), self.stream, name="plan copy")
+
+    @abstractmethod
+    def next_lengths(self) -> Array:
+        """The lengths of this pass as the host counts them, int32 [B]; read from the GPU where it knows none."""
+
+    @abstractmethod
+    def read_lengths(self) -> Array:
+        """The lengths of this pass from the GPU, int32 [B]: the host waits until the stream has drained."""
+
+    @abstractmethod
+    def plan(self, i: int, lengths: Array, pages: bool = True) -> Plan:
+        """The plan of pass `i`; with `pages` the page ids of these lengths are enqueued first, as a build does."""
+
+    @abstractmethod
+    def write_inputs(self, stream: Stream | None = None) -> None:
+        """Enqueue the two writes that were blamed, ids and hidden states, in the model's stream or another."""
+
+    @abstractmethod
+    def forward(self, i: int) -> None:
+        """Enqueue the model and its attention by the plan of pass `i`."""
+
+
+@dataclass(frozen=True)
+class LoopArm:
+    """One form of the loop: `draft_pass(loop, i)` is the host's part of pass i, as in `fix`.
+
+    `constant` pads plans as for CUDA graphs, `launch_blocking` is CUDA_LAUNCH_BLOCKING=1.
     """
 
     name: str
-    staging: dict[str, bool] = field(default_factory=dict)
-    synchronize: Literal["", "stream", "other-stream"] = ""
-    reread: bool = False
+    draft_pass: Callable[[DraftLoop, int], None]
     constant: bool = False
     launch_blocking: bool = False
-    plan_once: bool = False
-    side_stream_writes: bool = False
-    pages: bool = True
-
-
-ARMS = {
-    arm.name: arm
-    for arm in (
-        Arm("before"),
-        Arm("event", {"wait": True}),
-        Arm("fresh", {"fresh": True}),
-        Arm("pageable", {"pinned": False}),
-        Arm("reread-lengths", reread=True),
-        Arm("stream-sync", synchronize="stream"),
-        Arm("wrong-stream-sync", synchronize="other-stream"),
-        Arm("launch-blocking", launch_blocking=True),
-        Arm("constant-plan", constant=True),
-        Arm("no-page-kernel", pages=False),
-        Arm("plan-once", plan_once=True),
-        Arm("side-stream-writes", {"wait": True}, side_stream_writes=True),
-    )
-}
-FIXED = ("event", "fresh", "pageable", "reread-lengths")
-HIDING = ("stream-sync", "launch-blocking")
-REFERENCE = Arm("reference", {"fresh": True, "pinned": False}, synchronize="stream")
-
-
-def arm_of(name: str) -> Arm:
-    """The arm of that name. Raises BadInputError for an unknown one."""
-    if name not in ARMS:
-        raise BadInputError(f"arm {name!r} is not one of {', '.join(ARMS)}")
-    return ARMS[name]
 
 
 @dataclass(frozen=True)
@@ -138,19 +144,19 @@ class Buffers:
         b, k, g = config.batch, config.num_speculative_tokens, config.geometry
         width = g.num_qo_heads * g.head_dim
         rng = np.random.default_rng(seed)
-        slots = (1 + b * config.num_columns) * g.page_size
+        num_slots = (1 + b * config.num_columns) * g.page_size
 
-        def random(*shape: int) -> torch.Tensor:
+        def random(*shape: int) -> Tensor:
             numbers = rng.standard_normal(min(math.prod(shape), RANDOM_NUMBERS), dtype=np.float32)
             return device.tensor(np.resize(numbers, shape))
 
-        def empty(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
+        def empty(shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
             return device.zeros(shape, dtype, name)
 
         f32, i32, i64 = torch.float32, torch.int32, torch.int64
         self.embedding = random(config.vocab, width)
         self.head = random(width, config.vocab)
-        self.kv = random(slots, 2, g.num_kv_heads, g.head_dim)
+        self.kv = random(num_slots, 2, g.num_kv_heads, g.head_dim)
         blocks = np.arange(1, 1 + b * config.num_columns, dtype=np.int32)
         self.block_table = device.tensor(rng.permutation(blocks).reshape(b, -1), name="block_table")
         self.row_pointers = empty([b + 1], i32, "row_pointers")
@@ -158,7 +164,7 @@ class Buffers:
         self.last_pages = empty([b], i32, "last_pages")
         self.positions = empty([b], i64, "positions")
         self.seq_lens = empty([b], i32, "seq_lens")
-        self.slots = empty([b], i64, "slots")
+        self.slot_mapping = empty([b], i64, "slot mapping")
         self.input_ids = empty([b], i64, "input_ids")
         self.hidden_states = empty([b, width], f32, "hidden_states")
         self.q = empty([b, g.num_qo_heads, g.head_dim], f32, "q")
@@ -169,38 +175,36 @@ class Buffers:
             device.zeros([config.plan_capacity], torch.uint8, "int workspace"),
             device.zeros([config.float_workspace // 4], f32, "float workspace"),
         )
-        self.drafts = empty([k, b], i64, "drafts")
+        self.draft_token_ids = empty([k, b], i64, "draft token ids")
         self.attention = empty([k, b, width], f32, "attention")
         self.seen_ids = empty([k, b], i64, "seen ids")
         observed = config.plan_capacity if config.observe else 0
         self.seen_plans = empty([k, observed], torch.uint8, "seen plans")
 
 
-class MtpProposer:
-    """Drafts K tokens a request. `plans[i]` is the plan that pass i of the last step was launched with."""
+class MtpProposer(DraftLoop):
+    """Drafts K tokens a request, in one arm."""
 
-    def __init__(self, device: Device, config: MtpConfig, arm: Arm, seed: int = 0) -> None:
+    def __init__(self, device: Device, config: MtpConfig, arm: LoopArm, seed: int = 0) -> None:
         if config.geometry.constant != arm.constant:
             raise BadInputError(
                 f"arm {arm.name!r} needs a geometry with constant={arm.constant}; replace() it"
             )
-        self.device, self.config, self.arm = device, config, arm
-        self.stream = device.stream("main")
-        self.other = device.stream("other")
+        self.config, self.arm = config, arm
         self.buffers = Buffers(device, config, seed)
+        super().__init__(device, self.buffers.workspaces.ints)
         self.planner = Planner(config.geometry)
-        self.staging = Staging(device, config.plan_capacity, **arm.staging)
         self.host_lengths = device.host_buffer([config.batch], torch.int32, pinned=False, name="seq_lens")
         self.page_staging = [self._page_staging() for _ in range(config.num_speculative_tokens - 1)]
-        self.plans: dict[int, Plan] = {}
+        self._lengths: Array | None = None
         self._graphs: dict[str, Graph] = {}
         if config.graphs:
             self._capture()
 
     def propose(
         self,
-        token_ids: torch.Tensor,
-        lengths: torch.Tensor,
+        token_ids: Tensor,
+        lengths: Tensor,
         known_lengths: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Enqueue one drafting step; nothing is waited for but what the arm waits for.
@@ -209,59 +213,44 @@ class MtpProposer:
         request and its sequence length with it. `known_lengths` is the host's copy in a step without
         speculative metadata, else None.
         """
+        b, c = self.buffers, self.config
+        moved = (b.positions, b.seq_lens, b.slot_mapping)
+        self._lengths = None if known_lengths is None else known_lengths.astype(np.int32)
         self._first_pass(token_ids, lengths)
-        shadow = None if known_lengths is None else known_lengths.astype(np.int32)
-        for i in range(1, self.config.num_speculative_tokens):
-            self._advance()
-            if shadow is None or self.arm.reread:
-                shadow = self.read_lengths()
-            else:
-                shadow = shadow + 1
-            self._build(i, shadow)
-            self._write_buffers()
-            self._synchronize()
-            self._forward(i)
-            if self.config.host_us:
-                self.device.host_time(self.config.host_us)
+        for i in range(1, c.num_speculative_tokens):
+            self._launch("advance", _advance, (b.block_table,), moved, c.max_model_len, c.geometry.page_size)
+            self.arm.draft_pass(self, i)
+            if c.host_us:
+                self.device.host_time(c.host_us)
 
-    def _first_pass(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> None:
+    def _first_pass(self, token_ids: Tensor, lengths: Tensor) -> None:
         """The pass over the target's tokens; it has a wrapper of its own, so here it is the head alone."""
         b = self.buffers
-        self._launch(
-            "first pass",
-            _first,
-            (token_ids, lengths, b.embedding),
-            (b.positions, b.seq_lens, b.out),
-        )
+        reads, writes = (token_ids, lengths, b.embedding), (b.positions, b.seq_lens, b.out)
+        self._launch("first pass", _first, reads, writes)
         self._run("sample", self._sample)
-        self._launch("keep drafts", _keep, (b.next_ids,), (b.drafts[0],))
+        self._launch("keep drafts", _keep, (b.next_ids,), (b.draft_token_ids[0],))
 
-    def _advance(self) -> None:
-        b, c = self.buffers, self.config
-        self._launch(
-            "advance",
-            _advance,
-            (b.block_table,),
-            (b.positions, b.seq_lens, b.slots),
-            c.max_model_len,
-            c.geometry.page_size,
-        )
+    def next_lengths(self) -> Array:
+        """One more a request than in the pass before; read from the GPU where the host knows none."""
+        if self._lengths is None:
+            return self.read_lengths()
+        self._lengths = self._lengths + 1
+        return self._lengths
 
-    def read_lengths(self) -> npt.NDArray[np.int32]:
+    def read_lengths(self) -> Array:
         """The blocking read: into pageable memory, so the call returns when the stream has drained."""
         self.device.copy_async(self.host_lengths, self.buffers.seq_lens, self.stream, name="seq_lens to host")
-        lengths: npt.NDArray[np.int32] = self.host_lengths[:]
+        lengths: Array = self.host_lengths[:]
+        self._lengths = lengths
         return lengths
 
-    def _build(self, i: int, lengths: npt.NDArray[np.int32]) -> None:
-        """Send the page ids of these lengths, plan for them, and send the plan on its way."""
-        if self.arm.plan_once and i > 1:
-            self.plans[i] = self.plans[1]
-            return
-        if self.arm.pages:
+    def plan(self, i: int, lengths: Array, pages: bool = True) -> Plan:
+        """The plan of pass `i`, after what a build enqueues before it."""
+        if pages:
             self._send_pages(i, lengths)
         self.plans[i] = self.planner.plan(lengths)
-        self.staging.send(self.plans[i], self.buffers.workspaces.ints, self.stream)
+        return self.plans[i]
 
     def _page_staging(self) -> tuple[HostBuffer, HostBuffer]:
         """Page-locked memory of one pass: row pointers, and lengths of last pages."""
@@ -277,7 +266,7 @@ class MtpProposer:
         pointers[1:] = np.cumsum(pages)
         self.device.copy_async(b.row_pointers, pointers, self.stream, name="row pointers copy")
         self.device.launch(
-            split_attention.gather_pages if self.config.attend else _gather_nothing,
+            kernels.gather_pages if self.config.attend else _gather_nothing,
             *(b.block_table, b.row_pointers, b.page_indices),
             stream=self.stream,
             reads=(b.block_table, b.row_pointers),
@@ -288,54 +277,42 @@ class MtpProposer:
         last[:] = lengths - size * np.maximum(pages - 1, 0)
         self.device.copy_async(b.last_pages, last, self.stream, name="last pages copy")
 
-    def _write_buffers(self) -> None:
-        """The two writes that were blamed: same stream as the model that reads them."""
+    def write_inputs(self, stream: Stream | None = None) -> None:
+        """The two writes that were blamed: in the stream of the model that reads them, unless one is given."""
         b = self.buffers
-        stream = self.other if self.arm.side_stream_writes else self.stream
         self._launch("write input_ids", _keep, (b.next_ids,), (b.input_ids,), stream=stream)
         self._launch("write hidden_states", _keep, (b.next_hidden,), (b.hidden_states,), stream=stream)
 
-    def _synchronize(self) -> None:
-        if self.arm.synchronize:
-            (self.stream if self.arm.synchronize == "stream" else self.other).synchronize()
-
-    def _forward(self, i: int) -> None:
-        b, c, plan = self.buffers, self.config, self.plans[i]
+    def forward(self, i: int) -> None:
+        """The model, attention by the plan of pass `i`, and the next token of each request."""
+        b, c = self.buffers, self.config
         self._run("model", self._model)
         self.device.spin(c.forward_us, self.stream)
         if c.observe:
             self._launch("observe plan", _keep, (b.workspaces.ints,), (b.seen_plans[i],))
             self._launch("observe input_ids", _keep, (b.input_ids,), (b.seen_ids[i],))
         if c.attend:
-            self.attend(plan)
+            self.attend(self.plans[i])
         self._run("sample", self._sample)
-        self._launch(
-            "keep results",
-            _keep_two,
-            (b.next_ids, b.out.view(c.batch, -1)),
-            (b.drafts[i], b.attention[i]),
-        )
+        reads, writes = (b.next_ids, b.out.view(c.batch, -1)), (b.draft_token_ids[i], b.attention[i])
+        self._launch("keep results", _keep_two, reads, writes)
 
     def attend(self, plan: Plan) -> None:
         """Enqueue attention with the launch arguments of a plan; what it computes is what the int workspace says."""
-        b, w = self.buffers, self.buffers.workspaces
-        reads = (b.q, b.kv, b.block_table, b.seq_lens, w.ints)
+        b, c, w = self.buffers, self.config, self.buffers.workspaces
+        inputs = (b.q, b.kv, b.block_table, b.seq_lens)
         self.device.launch(
-            split_attention.partial,
-            plan,
-            *(b.q, b.kv, b.block_table, b.seq_lens, w, b.out, self.config.load_tokens),
+            kernels.partial,
+            *(plan, *inputs, w, b.out, c.load_tokens),
             stream=self.stream,
-            reads=reads,
+            reads=(*inputs, w.ints),
             writes=(w.floats, b.out),
             name="partial attention",
         )
         if plan.split:
             self.device.launch(
-                split_attention.merge,
-                plan,
-                w,
-                b.out,
-                self.config.load_rows,
+                kernels.merge,
+                *(plan, w, b.out, c.load_rows),
                 stream=self.stream,
                 reads=(w.ints, w.floats),
                 writes=(b.out,),
@@ -345,7 +322,7 @@ class MtpProposer:
     def _model(self) -> None:
         """Queries, keys and values of the drafted tokens, and NaN where attention is to write."""
         b = self.buffers
-        reads = (b.input_ids, b.hidden_states, b.embedding, b.slots, b.positions)
+        reads = (b.input_ids, b.hidden_states, b.embedding, b.slot_mapping, b.positions)
         self._launch("model", _embed, reads, (b.q, b.kv, b.out))
 
     def _sample(self) -> None:
@@ -372,56 +349,44 @@ class MtpProposer:
         self,
         name: str,
         fn: Callable[..., None],
-        reads: tuple[torch.Tensor, ...],
-        writes: tuple[torch.Tensor, ...],
+        reads: tuple[Tensor, ...],
+        writes: tuple[Tensor, ...],
         *scalars: Any,
         stream: Stream | None = None,
     ) -> None:
+        """Enqueue `fn(*reads, *writes, *scalars)`; what is written may be read too."""
+        both = reads + writes
         self.device.launch(
-            fn,
-            *reads,
-            *writes,
-            *scalars,
-            stream=stream or self.stream,
-            reads=reads + writes,
-            writes=writes,
-            name=name,
+            fn, *both, *scalars, stream=stream or self.stream, reads=both, writes=writes, name=name
         )
 
 
-def _gather_nothing(
-    block_table: torch.Tensor, row_pointers: torch.Tensor, page_indices: torch.Tensor
-) -> None:
-    """In place of `split_attention.gather_pages`."""
+def _gather_nothing(block_table: Tensor, row_pointers: Tensor, page_indices: Tensor) -> None:
+    """In place of `kernels.gather_pages`."""
 
 
 def _first(
-    token_ids: torch.Tensor,
-    lengths: torch.Tensor,
-    embedding: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out: torch.Tensor,
+    token_ids: Tensor, lengths: Tensor, embedding: Tensor, positions: Tensor, seq_lens: Tensor, out: Tensor
 ) -> None:
     seq_lens.copy_(lengths)
     positions.copy_(lengths - 1)
     out.copy_(embedding[token_ids].view_as(out))
 
 
-def _keep(source: torch.Tensor, target: torch.Tensor) -> None:
+def _keep(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
 
 
-def _keep_two(one: torch.Tensor, two: torch.Tensor, to_one: torch.Tensor, to_two: torch.Tensor) -> None:
+def _keep_two(one: Tensor, two: Tensor, to_one: Tensor, to_two: Tensor) -> None:
     to_one.copy_(one)
     to_two.copy_(two)
 
 
 def _advance(
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    slots: torch.Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
     max_model_len: int,
     page_size: int,
 ) -> None:
@@ -432,28 +397,28 @@ def _advance(
     positions.masked_fill_(over, 0)
     seq_lens.masked_fill_(over, 1)
     blocks = block_table.gather(1, (positions // page_size)[:, None])[:, 0]
-    slots.copy_((blocks * page_size + positions % page_size).masked_fill(over, NULL_BLOCK))
+    slot_mapping.copy_((blocks * page_size + positions % page_size).masked_fill(over, NULL_BLOCK))
 
 
 def _embed(
-    input_ids: torch.Tensor,
-    hidden_states: torch.Tensor,
-    embedding: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    out: torch.Tensor,
+    input_ids: Tensor,
+    hidden_states: Tensor,
+    embedding: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
 ) -> None:
     out.fill_(float("nan"))
     rows = embedding[input_ids]
     q.copy_((rows + 0.5 * hidden_states).view_as(q))
     width = kv.shape[2] * kv.shape[3]
     keys = rows[:, :width] + 0.001 * positions[:, None]
-    kv[slots] = torch.stack([keys, rows[:, -width:]], dim=1).view(-1, *kv.shape[1:])
+    kv[slot_mapping] = torch.stack([keys, rows[:, -width:]], dim=1).view(-1, *kv.shape[1:])
 
 
-def _argmax(out: torch.Tensor, head: torch.Tensor, next_hidden: torch.Tensor, next_ids: torch.Tensor) -> None:
+def _argmax(out: Tensor, head: Tensor, next_hidden: Tensor, next_ids: Tensor) -> None:
     hidden = out.view_as(next_hidden)
     next_ids.copy_((hidden @ head).argmax(dim=1))
     next_hidden.copy_(hidden)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,62 +44,52 @@ REAL_MODULES = (
 DEVICE = torch.device("cuda")  # the name that released code is given, also where it is simulated
 K, PAGE, LAYER, HIDDEN = 5, 16, "layer0", 8
 UNUSED_FEATURES = (
-    "uses_mrope",
-    "uses_xdrope_dim",
-    "draft_uses_xdrope_dim",
-    "parallel_drafting",
-    "supports_mm_inputs",
-    "needs_extra_input_slots",
-    "constant_draft_positions",
-    "use_heterogeneous_vocab",
-    "_share_mtp_indices",
-)
+    "uses_mrope uses_xdrope_dim draft_uses_xdrope_dim parallel_drafting supports_mm_inputs needs_extra_input_slots "
+    "constant_draft_positions use_heterogeneous_vocab _share_mtp_indices"
+).split()
 LENGTHS = (61, 62, 63, 64)  # in each draft step another request enters a new page
 STALL_CYCLES = 100_000_000  # about 50 ms
 
 
-class Bench(Protocol):
-    """Where released PyTorch code runs."""
+class Bench:
+    """Where released PyTorch code runs: on a GPU; on the simulator `_SimulatedBench`."""
 
-    @property
-    def waits(self) -> int:
-        """How often the host has waited for the device; -1 where that is not counted."""
+    waits = -1  # how often the host has waited for the device; -1 where that is not counted
+
+    def __init__(self) -> None:
+        self.stalled: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def stall(self) -> None:
         """Keep the stream busy."""
+        torch.cuda._sleep(STALL_CYCLES)  # type: ignore[no-untyped-call]
+        self.stalled.record()
 
     def is_busy(self) -> bool:
-        """Whether the stream is still busy with the latest stall; simulated work waits for the host anyway."""
+        """Whether the stream is still busy with the latest stall."""
+        return not self.stalled.query()
 
     def kernel(self, kernel: Any) -> Any:
         """A kernel that is launched into the stream."""
+        return kernel
 
     def synchronize(self) -> None:
         """Let the device finish."""
+        torch.cuda.synchronize()
 
 
-class _Waits(Observer):
-    """Counts how often the host waits."""
+class _SimulatedBench(Bench, Observer):
+    """Under the lazy schedule nothing runs before the host waits, so that no stall is needed."""
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def synchronized(self, target: Stream | Event | None, site: str) -> None:
-        self.count += 1
-
-
-class _Simulated:
     def __init__(self, watch: TorchWatch) -> None:
         assert isinstance(watch.interceptor, Carrier)
-        self.carrier, self._waits = watch.interceptor, _Waits()
-        self.carrier.device.observers.append(self._waits)
+        self.carrier, self.waits = watch.interceptor, 0
+        self.carrier.device.observers.append(self)
 
-    @property
-    def waits(self) -> int:
-        return self._waits.count
+    def synchronized(self, target: Stream | Event | None, site: str) -> None:
+        self.waits += 1
 
     def stall(self) -> None:
-        """Under the lazy schedule nothing runs anyway."""
+        pass
 
     def is_busy(self) -> bool:
         return True
@@ -111,26 +101,6 @@ class _Simulated:
         self.carrier.synchronize()
 
 
-class _Cuda:
-    waits = -1
-
-    def __init__(self) -> None:
-        self.stalled: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def stall(self) -> None:
-        torch.cuda._sleep(STALL_CYCLES)  # type: ignore[no-untyped-call]
-        self.stalled.record()
-
-    def is_busy(self) -> bool:
-        return not self.stalled.query()
-
-    def kernel(self, kernel: Any) -> Any:
-        return kernel
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-
 @contextmanager
 def bench(device: str, schedule: str | Schedule = "lazy") -> Iterator[Bench]:
     """The bench of a device; `schedule` says when simulated work runs.
@@ -140,10 +110,10 @@ def bench(device: str, schedule: str | Schedule = "lazy") -> Iterator[Bench]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         if device == "cuda":
-            yield _Cuda()
+            yield Bench()
             return
         with simulated_cuda(schedule) as watch:
-            yield _Simulated(watch)
+            yield _SimulatedBench(watch)
 
 
 # Stand-ins for what the released files import
@@ -216,13 +186,8 @@ def _config(drafts: int = K) -> SimpleNamespace:
     kernels on this capability.
     """
     no_graphs = SimpleNamespace(decode_mode=lambda: "none")
-    parallel: dict[str, Any] = {
-        "decode_context_parallel_size": 1,
-        "data_parallel_size": 1,
-        "dcp_comm_backend": "ag_rs",
-        "dcp_kv_cache_interleave_size": 1,
-        "cp_kv_cache_interleave_size": 1,
-    }
+    ranks = ("decode_context_parallel_size", "data_parallel_size")
+    interleaved = ("dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size")
     return SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="auto", get_resolved_kv_cache_layout=lambda: "NHD"),
         model_config=SimpleNamespace(
@@ -233,7 +198,7 @@ def _config(drafts: int = K) -> SimpleNamespace:
         ),
         compilation_config=SimpleNamespace(cudagraph_mode=no_graphs, max_cudagraph_capture_size=None),
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256),
-        parallel_config=SimpleNamespace(**parallel),
+        parallel_config=SimpleNamespace(**dict.fromkeys((*ranks, *interleaved), 1), dcp_comm_backend="ag_rs"),
         speculative_config=SimpleNamespace(
             num_speculative_tokens=drafts, parallel_drafting=False, enable_adaptive_verification=False
         ),
@@ -243,14 +208,8 @@ def _config(drafts: int = K) -> SimpleNamespace:
 
 
 def _builder_stand_ins(tree: upstream.Tree) -> dict[str, Any]:
-    parameters = SimpleNamespace(
-        sm_scale=1.0,
-        window_left=-1,
-        logits_soft_cap=None,
-        has_sinks=False,
-        has_same_window_lefts=True,
-        has_same_all_params=True,
-    )
+    same = {"has_same_window_lefts": True, "has_same_all_params": True}
+    parameters = SimpleNamespace(sm_scale=1.0, window_left=-1, logits_soft_cap=None, has_sinks=False, **same)
     one_rank = SimpleNamespace(world_size=1, rank_in_group=0)
     environment = SimpleNamespace(
         VLLM_BATCH_INVARIANT=False, VLLM_USE_V2_MODEL_RUNNER=False, VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE=1024
@@ -309,24 +268,17 @@ def build_builder(tree: upstream.Tree, on: Bench, drafts: int = K) -> Any:
     Raises upstream.NotPresentError when the tree has none.
     """
     given = _builder_stand_ins(tree)
-    kernel = upstream.lift(tree, FLASHINFER, COPY_INDICES).function
-    given[COPY_INDICES] = on.kernel(kernel)
+    given[COPY_INDICES] = on.kernel(upstream.lift(tree, FLASHINFER, COPY_INDICES).function)
     builder = upstream.lift(tree, FLASHINFER, BUILDER, provide=given).function
-    spec = SimpleNamespace(
-        block_size=PAGE,
-        num_kv_heads=4,
-        head_size=256,
-        dtype=torch.float16,
-        kv_quant_mode="none",
-        dcp_sharded=False,
-    )
+    heads = {"num_kv_heads": 4, "head_size": 256, "dtype": torch.float16}
+    spec = SimpleNamespace(block_size=PAGE, kv_quant_mode="none", dcp_sharded=False, **heads)
     return builder(spec, [LAYER], _config(drafts), DEVICE)
 
 
 # The draft loop
 
 
-class _Group:
+class _AttentionGroup:
     """An attention group of one builder."""
 
     layer_names = (LAYER,)
@@ -411,7 +363,7 @@ class Drafter:
             "max_model_len": 4096,
             "hidden_size": HIDDEN,
             "vllm_config": _config(self.drafts),
-            "draft_attn_groups": [_Group(self.builder)],
+            "draft_attn_groups": [_AttentionGroup(self.builder)],
         }
         return {**off, **absent, **buffers, **hooks, **facts}
 
