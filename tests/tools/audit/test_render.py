@@ -13,7 +13,7 @@ from specmortem.exposure import Config
 from specmortem.facts import Cause, Fix
 from specmortem.report.html import check_self_contained
 from specmortem.tools.audit import render
-from specmortem.tools.audit.matrix import Audit, CauseFacts, Row, facts_of
+from specmortem.tools.audit.matrix import Audit, AuditRow, CauseFacts, facts_of
 from specmortem.verdict import Evidence
 
 NASTY = "<script>alert(1)</script> | `x` [y](javascript:z)"
@@ -21,7 +21,7 @@ NASTY = "<script>alert(1)</script> | `x` [y](javascript:z)"
 
 def row(status="fault", subject="vllm==0.1.0", cause="v2-null-block", **fields):
     evidence = fields.pop("evidence", Evidence("input", "slots [0]", "slots [-1]", "kernel (k.py:3)", "why"))
-    return Row(
+    return AuditRow(
         subject, subject.partition("==")[2], cause, "dflash-oob", "a title", status, evidence, **fields
     )
 

@@ -6,21 +6,23 @@ with it and another one repeats counts once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specmortem.errors import BadInputError
 from specmortem.incident import Campaign, all_incidents
 from specmortem.isolation import Arm, ArmResult, keep_supervisors, run_arm, run_arms
-from specmortem.tools.audit.work import Cluster, Workers
+from specmortem.judge.work import OnEnd, Workers
+from specmortem.statistics import zero_bound
+from specmortem.tools.audit.work import Cluster
 from specmortem.verdict import DeviceKind
 
 MOST_SEEDS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Piece:
+class SeedRun:
     """One seed of a campaign."""
 
     arm: Arm
@@ -29,7 +31,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SeedResult:
     """What one seed gave: how many runs faulted of all; `lost` says why there is no figure."""
 
     seed: int
@@ -40,13 +42,13 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Tally:
+class CampaignResult:
     """A campaign's outcomes, one a seed, in the order of the seeds."""
 
     cause: str
     subject: str
     unit: str
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SeedResult, ...]
 
     @property
     def runs(self) -> int:
@@ -59,14 +61,14 @@ class Tally:
         return sum(outcome.faults for outcome in self.outcomes)
 
     @property
-    def lost(self) -> tuple[Outcome, ...]:
+    def lost(self) -> tuple[SeedResult, ...]:
         """Seeds without a figure."""
         return tuple(outcome for outcome in self.outcomes if outcome.lost)
 
     @property
     def upper_bound(self) -> float | None:
         """95 % upper bound of the rate where no run faulted; the runs of a seed are taken as independent."""
-        return round(1 - 0.05 ** (1 / self.runs), 8) if self.runs and not self.faults else None
+        return round(zero_bound(self.runs), 8) if self.runs and not self.faults else None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -103,8 +105,8 @@ def run(
     device: DeviceKind = "sim",
     workers: Workers | None = None,
     timeout_s: float = 600,
-    on_end: Callable[[], None] = lambda: None,
-) -> Tally:
+    on_end: OnEnd = lambda: None,
+) -> CampaignResult:
     """Run seeds `first` to `first + seeds - 1` of a campaign on `before` or `after`.
 
     Raises BadInputError for an unknown cause or subject, or a number of seeds that is not 1 to MOST_SEEDS.
@@ -114,38 +116,40 @@ def run(
         raise BadInputError(f"a campaign runs before or after, not {subject!r}")
     if not 1 <= seeds <= MOST_SEEDS:
         raise BadInputError(f"--seeds is {seeds}; give 1 to {MOST_SEEDS}")
-    pieces = [
-        _piece(campaign, cause, subject, seed, device, timeout_s) for seed in range(first, first + seeds)
+    seed_runs = [
+        _seed_run(campaign, cause, subject, seed, device, timeout_s) for seed in range(first, first + seeds)
     ]
-    outcomes = _done(pieces, workers, on_end)
-    return Tally(cause, subject, campaign.unit, tuple(sorted(outcomes, key=lambda outcome: outcome.seed)))
+    outcomes = _done(seed_runs, workers, on_end)
+    return CampaignResult(
+        cause, subject, campaign.unit, tuple(sorted(outcomes, key=lambda outcome: outcome.seed))
+    )
 
 
-def _piece(
+def _seed_run(
     campaign: Campaign, cause: str, subject: str, seed: int, device: DeviceKind, timeout_s: float
-) -> Piece:
+) -> SeedRun:
     kwargs = {campaign.arm: subject, "seed": seed, **campaign.kwargs}
     if campaign.takes_device:
         kwargs["device"] = device
     arm = Arm(campaign.target, kwargs, f"{cause}, seed {seed}", timeout_s, device)
-    return Piece(arm, seed, campaign.unit)
+    return SeedRun(arm, seed, campaign.unit)
 
 
-def _done(pieces: Sequence[Piece], workers: Workers | None, on_end: Callable[[], None]) -> list[Outcome]:
+def _done(seed_runs: Sequence[SeedRun], workers: Workers | None, on_end: OnEnd) -> list[SeedResult]:
     if isinstance(workers, Cluster):
-        return workers.map(run_piece, pieces, on_end)
-    ends = run_arms([piece.arm for piece in pieces], on_end=lambda _: on_end())
-    return [_outcome(piece, end) for piece, end in zip(pieces, ends, strict=True)]
+        return workers.map(run_seed, seed_runs, on_end)
+    ends = run_arms([one.arm for one in seed_runs], on_end=lambda _: on_end())
+    return [_outcome(one, end) for one, end in zip(seed_runs, ends, strict=True)]
 
 
-def run_piece(piece: Piece) -> Outcome:
+def run_seed(one: SeedRun) -> SeedResult:
     """One seed, in an isolated process of this machine; the next one need not start everything anew."""
     keep_supervisors()
-    return _outcome(piece, run_arm(piece.arm))
+    return _outcome(one, run_arm(one.arm))
 
 
-def _outcome(piece: Piece, end: ArmResult) -> Outcome:
+def _outcome(one: SeedRun, end: ArmResult) -> SeedResult:
     if end.kind != "value":
-        return Outcome(piece.seed, lost=f"{end.kind}: {end.message}".splitlines()[0])
+        return SeedResult(one.seed, lost=f"{end.kind}: {end.message}".splitlines()[0])
     found = end.value
-    return Outcome(piece.seed, int(found[piece.unit]), int(found["faults"]), str(found.get("witness") or ""))
+    return SeedResult(one.seed, int(found[one.unit]), int(found["faults"]), str(found.get("witness") or ""))

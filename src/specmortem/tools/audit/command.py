@@ -13,7 +13,7 @@ import click
 from specmortem.errors import BadInputError, UnavailableError
 
 if TYPE_CHECKING:
-    from specmortem.tools.audit.campaign import Tally
+    from specmortem.tools.audit.campaign import CampaignResult
     from specmortem.tools.audit.matrix import Audit
 
 DEVICES = click.Choice(["auto", "sim", "cuda"])
@@ -193,8 +193,9 @@ def campaign(
     Exit code: 1 a run faulted, else 3 a seed gave no figure, else 0.
     """
     from specmortem.judge import device_kind
+    from specmortem.judge.work import counter
     from specmortem.tools.audit import campaign as campaigns
-    from specmortem.tools.audit.work import counter, workers
+    from specmortem.tools.audit.work import workers
 
     with workers(executor, scheduler) as who, _progress() as tick:
         found = campaigns.run(
@@ -210,7 +211,7 @@ def campaign(
     ctx.exit(1 if found.faults else 3 if found.lost else 0)
 
 
-def _told(found: Tally) -> str:
+def _told(found: CampaignResult) -> str:
     counted = f"{found.faults} faults in {found.runs} {found.unit}, {len(found.outcomes)} seeds"
     lines = [f"{found.cause} on {found.subject}: {counted}"]
     if found.upper_bound is not None:

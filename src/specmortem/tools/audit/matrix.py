@@ -1,8 +1,4 @@
-"""The audit itself: every probe of the chosen causes over the subjects, identical code judged once.
-
-In rounds: what the cache knows; what another subject with the same answers was judged; then one judgement for each
-group of pairs that are still open and answer alike. A round can teach new questions, which the next one asks.
-"""
+"""The audit itself: every probe of the chosen causes over the subjects, joined with the incident files."""
 
 from __future__ import annotations
 
@@ -24,29 +20,16 @@ from specmortem.facts import Cause, Facts
 from specmortem.incident import Probe, all_incidents, of_cause, probe_of, reaches
 from specmortem.incident import causes as known_causes
 from specmortem.judge import device_kind
-from specmortem.tools.audit.records import Digests, Known, Record
-from specmortem.tools.audit.subjects import Place, open_subject
-from specmortem.tools.audit.verdicts import RELEASES, Verdicts, scope_of
-from specmortem.tools.audit.work import (
-    Judged,
-    Local,
-    Survey,
-    Surveyed,
-    Task,
-    Tick,
-    Workers,
-    bring,
-    counter,
-    is_absent,
-)
-from specmortem.upstream.tree import Tree
-from specmortem.verdict import DeviceKind, Evidence, Verdict
+from specmortem.judge.rounds import Rounds
+from specmortem.judge.subjects import is_own
+from specmortem.judge.work import Local, Tick, Workers, is_absent
+from specmortem.verdict import DeviceKind, Evidence
 
 Status = Literal["fault", "clean", "not-present", "not-judged"]
 
 
 @dataclass(frozen=True)
-class Row:
+class AuditRow:
     """One line of an audit: a cause on a subject.
 
     `hashes` are those of the judged bodies. `same_code_as` names the subject that was judged in this one's place: its
@@ -112,7 +95,7 @@ class Row:
 class Audit:
     """The rows, in the order of causes and subjects, and what they took."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[AuditRow, ...]
     judged: int
     cached: int
     bytes_moved: int
@@ -156,242 +139,53 @@ def audit(
     of verdicts; `root` is the folder of the incident files. A subject that cannot be had gives rows `not-judged`.
     Raises BadInputError for a malformed subject or an unknown cause.
     """
-    run = _Run(
-        list(dict.fromkeys(subjects)),
-        [probe_of(cause).cause for cause in causes] or list(known_causes()),
-        device_kind(device),
-        python,
-        cache,
-        keep,
-        workers or Local(),
-        timeout_s,
-        tick,
+    for subject in filter(is_own, subjects):
+        upstream.resolve(subject)
+    subjects, kind = list(dict.fromkeys(subjects)), device_kind(device)
+    causes = [probe_of(cause).cause for cause in causes] or list(known_causes())
+    pairs = [(cause, subject) for cause in causes for subject in subjects]
+    run = Rounds(
+        pairs,
+        kind,
+        keep=keep,
+        workers=workers or Local(),
+        timeout_s=timeout_s,
+        cache=cache,
+        python=python,
+        without_gpu="run the audit with --device cuda",
+        tick=tick,
     )
-    run.go()
-    rows = tuple(run.row(cause, subject, config, root) for cause in run.causes for subject in run.subjects)
-    return Audit(rows, run.judged, run.cached, run.bytes_moved, run.device, config)
+    run.settle_all()
+    rows = tuple(_row(run, cause, subject, config, root) for cause, subject in pairs)
+    return Audit(rows, run.judged, run.cached, run.bytes_moved, kind, config)
 
 
-class _Run:
-    """The state of an audit: what is open, what was asked and answered, what is settled."""
-
-    def __init__(
-        self,
-        subjects: list[str],
-        causes: list[str],
-        device: DeviceKind,
-        python: str,
-        cache: Path | None,
-        keep: bool,
-        workers: Workers,
-        timeout_s: float,
-        tick: Tick,
-    ) -> None:
-        self.subjects, self.causes, self.device, self.python = subjects, causes, device, python
-        self.cache, self.workers, self.timeout_s, self.tick = cache, workers, timeout_s, tick
-        self.verdicts = Verdicts(device, cache, keep=keep)
-        self.places: dict[str, Place] = {}
-        self.trees: dict[str, Tree] = {}
-        self.answers: dict[tuple[str, str], Record] = {}
-        self.settled: dict[tuple[str, str], Known] = {}
-        self.bodies: dict[tuple[str, str], dict[str, str]] = {}
-        self.judged = self.cached = self.bytes_moved = 0
-
-    @property
-    def open(self) -> list[tuple[str, str]]:
-        """Pairs (cause, subject) without a verdict; the newest subject of the command line last."""
-        pairs = ((cause, subject) for cause in self.causes for subject in self.subjects)
-        return [pair for pair in pairs if pair not in self.settled]
-
-    def go(self) -> None:
-        """Settle every pair."""
-        self.without_running()
-        self.from_cache()
-        while self.open:
-            self.survey()
-            self.match()
-            self.judge()
-
-    def settle(self, pair: tuple[str, str], known: Known) -> None:
-        self.settled[pair] = known
-        self.tick("verdicts", len(self.settled), len(self.causes) * len(self.subjects))
-
-    def without_running(self) -> None:
-        """Causes that need a GPU where there is none."""
-        for cause in self.causes if self.device == "sim" else ():
-            if probe_of(cause).needs == "cuda":
-                told = "needs a GPU: run the audit with --device cuda"
-                for subject in self.subjects:
-                    self.settle(
-                        (cause, subject), _known(cause, subject, Verdict.not_judged(told, needs="cuda"))
-                    )
-
-    def from_cache(self) -> None:
-        """Verdicts whose files are, byte for byte, those that lie here; nothing is fetched."""
-        for subject in self.subjects:
-            place = self.place_here(subject)
-            if place is None:
-                continue
-            digests = Digests(place.open())
-            for cause in self.causes:
-                if (cause, subject) not in self.settled:
-                    known = next(
-                        (k for k in self.verdicts.of(cause, place) if k.record.same_files(digests)), None
-                    )
-                    if known is not None:
-                        self.cached += 1
-                        self.settle((cause, subject), known)
-
-    def place_here(self, subject: str) -> Place | None:
-        """Where a subject lies on this machine; None for a release never fetched, or a subject not to be had."""
-        if subject.partition("==")[0].strip() == "vllm" and not upstream.is_stored(subject, self.cache):
-            return None
-        try:
-            self.places[subject] = open_subject(subject, python=self.python, cache=self.cache)[1]
-        except BadInputError:
-            raise
-        except SpecmortemError:
-            return None
-        return self.places[subject]
-
-    def survey(self) -> None:
-        """Ask every subject what is known to matter and was not asked of it yet."""
-        asked: dict[str, dict[str, Record]] = {}
-        for cause, subject in self.open:
-            questions = self.questions(cause, subject)
-            before = self.answers.get((cause, subject))
-            if before is None or not questions.asks <= before.asks:
-                asked.setdefault(subject, {})[cause] = questions
-        jobs = [
-            Survey(subject, questions, self.python, str(self.cache or ""))
-            for subject, questions in asked.items()
-        ]
-        on_end = counter(self.tick, "subjects read", len(jobs))
-        for job, found in zip(jobs, self.workers.surveys(jobs, on_end), strict=True):
-            self.learn(job.subject, found)
-
-    def questions(self, cause: str, subject: str) -> Record:
-        """All that known verdicts of a cause rest on."""
-        every = Record()
-        for known in (
-            self.verdicts.of(cause, self.places[subject]) if subject in self.places else self.others(cause)
-        ):
-            every.looked_for |= known.record.looked_for
-            every.whole |= known.record.whole
-            every.answers |= known.record.answers
-        return every
-
-    def others(self, cause: str) -> list[Known]:
-        """Verdicts on releases: those that may hold for a subject that was not opened yet."""
-        return self.verdicts.of(cause, Place(f"vllm=={RELEASES}", "", "", "stored"))
-
-    def learn(self, subject: str, found: Surveyed) -> None:
-        """Take in what a survey found."""
-        self.bytes_moved += found.bytes_moved
-        if found.place is not None:
-            self.places[subject] = found.place
-        for cause, record in found.answers.items():
-            self.answers[cause, subject] = record
-        for cause, verdict in found.settled.items():
-            self.settle((cause, subject), _known(cause, subject, verdict))
-
-    def match(self) -> None:
-        """Settle pairs that answer as a judged one did."""
-        for cause, subject in self.open:
-            place, answers = self.places[subject], self.answers[cause, subject]
-            known = next(
-                (k for k in self.verdicts.of(cause, place) if k.record.asks and k.record.same_code(answers)),
-                None,
-            )
-            if known is not None:
-                self.cached += 1
-                shared = known.stands_for(answers)
-                self.verdicts.add(shared, place)
-                self.settle((cause, subject), shared)
-
-    def judge(self) -> None:
-        """Run one pair of each group that answers alike, unless new questions must be asked first."""
-        groups: dict[tuple[str, str, str], tuple[str, str]] = {}
-        for cause, subject in reversed(self.open):
-            answers = self.answers[cause, subject]
-            if self.questions(cause, subject).asks <= answers.asks:
-                groups.setdefault((cause, scope_of(self.places[subject]), answers.key()), (cause, subject))
-        tasks = [
-            Task(cause, self.places[subject], self.device, self.timeout_s, self.python, str(self.cache or ""))
-            for cause, subject in groups.values()
-        ]
-        self.bring_files(groups.values())
-        done = 0
-
-        def on_end() -> None:
-            nonlocal done
-            done += 1
-            self.tick("bodies judged", done, len(tasks))
-
-        for pair, task, end in zip(
-            groups.values(), tasks, self.workers.judgements(tasks, self.trees, on_end), strict=True
-        ):
-            self.take(pair, task, end)
-        self.bytes_moved += sum(tree.bytes_moved for tree in self.trees.values())
-
-    def bring_files(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Open the subjects of a round anew, for surveys fetched files meanwhile; where nothing is known to matter
-        yet, fetch what surely does.
-        """
-        self.trees = {}
-        for cause, subject in pairs:
-            if subject not in self.trees:
-                self.trees[subject] = open_subject(subject, python=self.python, cache=self.cache)[0]
-            if not self.answers[cause, subject].asks:
-                bring(self.trees[subject], probe_of(cause))
-
-    def take(self, pair: tuple[str, str], task: Task, end: Judged) -> None:
-        """A judgement; it is remembered if what it says it read is what the subject has."""
-        self.judged += 1
-        self.bytes_moved += end.bytes_moved
-        known = Known(task.cause, task.place.subject, end.verdict, end.record or Record(), end.seconds)
-        unavailable = end.verdict.evidence.detail.get("unavailable")
-        if (
-            end.record is not None
-            and end.record.asks
-            and not unavailable
-            and self.is_true(end.record, pair[1])
-        ):
-            self.verdicts.add(known, task.place)
-        self.settle(pair, known)
-
-    def is_true(self, record: Record, subject: str) -> bool:
-        """Whether the subject's files are those of a record: the process that wrote it also ran foreign code."""
-        tree = self.trees.get(subject)
-        return tree is not None and record.same_files(Digests(tree))
-
-    def row(self, cause: str, subject: str, config: Config | None, root: Path | None) -> Row:
-        """The row of a settled pair."""
-        known = self.settled[cause, subject]
-        probe, verdict = probe_of(cause), known.verdict
-        place = self.places.get(subject)
-        version = place.version if place else subject.partition("==")[2]
-        facts = facts_of(probe, root)
-        reach = reaches(cause, _of_release(config, version)) if config else Reach("unknown", "")
-        same = known.subject if known.subject != subject else ""
-        detail = verdict.evidence.detail
-        return Row(
-            subject=subject,
-            version=version,
-            cause=cause,
-            incident=of_cause(probe.cause).slug,
-            title=probe.title,
-            status="not-present" if is_absent(verdict) else verdict.outcome,
-            evidence=_renamed(verdict.evidence, known.subject, subject),
-            hashes={str(name): str(body) for name, body in dict(detail.get("hashes") or {}).items()},
-            same_code_as=same,
-            fixed=facts.fixed,
-            workarounds=facts.workarounds,
-            expected=facts.expected(version),
-            reach=reach.reachable if config is not None else "",
-            reach_reason=reach.reason,
-            unavailable=bool(detail.get("unavailable")),
-        )
+def _row(run: Rounds, cause: str, subject: str, config: Config | None, root: Path | None) -> AuditRow:
+    """The row of a settled pair."""
+    known, probe = run.settled[cause, subject], probe_of(cause)
+    verdict = known.verdict_on(subject)
+    place = run.places.get(subject)
+    version = place.version if place else subject.partition("==")[2]
+    facts = facts_of(probe, root)
+    reach = reaches(cause, _of_release(config, version)) if config else Reach("unknown", "")
+    detail = verdict.evidence.detail
+    return AuditRow(
+        subject=subject,
+        version=version,
+        cause=cause,
+        incident=of_cause(probe.cause).slug,
+        title=probe.title,
+        status="not-present" if is_absent(verdict) else verdict.outcome,
+        evidence=verdict.evidence,
+        hashes={str(name): str(body) for name, body in dict(detail.get("hashes") or {}).items()},
+        same_code_as=known.subject if known.subject != subject else "",
+        fixed=facts.fixed,
+        workarounds=facts.workarounds,
+        expected=facts.expected(version),
+        reach=reach.reachable if config is not None else "",
+        reach_reason=reach.reason,
+        unavailable=bool(detail.get("unavailable")),
+    )
 
 
 def _of_release(config: Config, version: str) -> Config:
@@ -399,17 +193,6 @@ def _of_release(config: Config, version: str) -> Config:
     if not version:
         return config
     return replace(config, version=version, sources={**config.sources, "version": "the subject"})
-
-
-def _known(cause: str, subject: str, verdict: Verdict) -> Known:
-    return Known(cause, subject, verdict, Record())
-
-
-def _renamed(evidence: Evidence, judged: str, subject: str) -> Evidence:
-    """A reason that names the subject it was judged on, for another one with the same code."""
-    if judged == subject or judged not in evidence.reason:
-        return evidence
-    return Evidence(**{**asdict(evidence), "reason": evidence.reason.replace(judged, subject)})
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from specmortem.report.terminal import (
     write_lines,
     write_table,
 )
-from specmortem.tools.audit.matrix import Audit, Row
+from specmortem.tools.audit.matrix import Audit
+from specmortem.tools.audit.matrix import AuditRow as Row
 from specmortem.verdict import versions
 
 if TYPE_CHECKING:

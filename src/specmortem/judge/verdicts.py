@@ -14,8 +14,8 @@ from pathlib import Path
 
 from specmortem.errors import SpecmortemError
 from specmortem.incident import of_cause
-from specmortem.tools.audit.records import Known, judge_version
-from specmortem.tools.audit.subjects import Place
+from specmortem.judge.records import Known, judge_version
+from specmortem.judge.subjects import Place
 from specmortem.upstream.cache import default_cache
 from specmortem.verdict import write_atomically
 
@@ -53,14 +53,15 @@ class Verdicts:
 
     def _load(self, scope: str, cause: str) -> list[Known]:
         if (scope, cause) not in self._known:
-            folder = self._folder(scope, cause)
-            files = sorted(folder.glob("*.json")) if self.keep and folder.is_dir() else []
+            files = sorted(self._folder(scope, cause).glob("*.json")) if self.keep else []
             self._known[scope, cause] = [known for known in map(_read, files) if known is not None]
         return self._known[scope, cause]
 
 
 def scope_of(place: Place) -> str:
     """Where the verdicts of a place are kept."""
+    if place.kind == "own":
+        return place.subject
     if place.kind == "stored" and place.subject.startswith("vllm=="):
         return RELEASES
     return hashlib.sha256(place.root.encode("utf-8", "surrogateescape")).hexdigest()[:16]

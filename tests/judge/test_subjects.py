@@ -11,8 +11,8 @@ import zipfile
 import pytest
 
 from specmortem.errors import BadInputError, UnavailableError
-from specmortem.tools.audit import subjects
-from specmortem.tools.audit.subjects import NotStoredError, Place, StoredTree, open_subject
+from specmortem.judge import subjects
+from specmortem.judge.subjects import NotStoredError, Place, StoredTree, open_subject
 from specmortem.upstream import MissingFileError
 
 FILES = {"vllm/a.py": "x = 1\n", "vllm/b/c.py": "y = 2\n", "README.md": "no"}

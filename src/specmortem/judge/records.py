@@ -14,7 +14,7 @@ import platform
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import specmortem
 from specmortem.errors import SpecmortemError
 from specmortem.incident import Incident
+from specmortem.judge.subjects import NotStoredError
 from specmortem.upstream import bodies, closure
 from specmortem.upstream.errors import LiftError, NotPresentError
 from specmortem.upstream.tree import Tree
@@ -78,20 +79,28 @@ class Record:
             return False
         return all(digests.of(path) == digest for path, digest in self.files.items())
 
+    def same_outline(self, other: Record) -> bool:
+        """Whether the other has the same files where this one looked for some or read them as a whole."""
+        return (
+            self.looked_for.items() <= other.looked_for.items() and self.whole.items() <= other.whole.items()
+        )
+
     def same_code(self, other: Record) -> bool:
         """Whether the other answered all questions of this one in the same way."""
-        pairs: tuple[tuple[Mapping[Any, Any], Mapping[Any, Any]], ...] = (
-            (self.looked_for, other.looked_for),
-            (self.whole, other.whole),
-            (self.answers, other.answers),
-        )
-        return all(theirs.get(key) == answer for mine, theirs in pairs for key, answer in mine.items())
+        return self.same_outline(other) and self.answers.items() <= other.answers.items()
 
     def add(self, other: Record) -> None:
-        """Take in the files and answers of a look-up."""
-        self.files |= other.files
-        self.present |= other.present
-        self.answers |= other.answers
+        """Take in all that the other holds."""
+        for name, part in vars(self).items():
+            part |= getattr(other, name)
+
+    def without(self, other: Record) -> Record:
+        """The questions that the other did not answer."""
+        return Record(
+            whole=dict.fromkeys(self.whole.keys() - other.whole.keys(), ""),
+            looked_for=dict.fromkeys(self.looked_for.keys() - other.looked_for.keys(), False),
+            answers=dict.fromkeys(self.answers.keys() - other.answers.keys(), ""),
+        )
 
     def key(self) -> str:
         """One digest of all questions and answers."""
@@ -151,8 +160,6 @@ class Recorded(Tree):
 
     def fetch(self, paths: Iterable[str]) -> dict[str, Path]:
         """Passed on, and noted with the digests of the files."""
-        from specmortem.tools.audit.subjects import NotStoredError
-
         wanted = list(paths)
         try:
             found = self.tree.fetch(wanted)
@@ -277,7 +284,7 @@ def _imported_by(module: str) -> set[Path]:
     """Files of this package that a module is made of, itself and the judging process among them."""
     root = Path(specmortem.__file__).parents[1]
     found: set[Path] = set()
-    waiting = [module, "specmortem.tools.audit.cell", "specmortem._forkserver"]
+    waiting = [module, "specmortem.judge.cell", "specmortem._forkserver"]
     while waiting:
         place = root / waiting.pop().replace(".", "/")
         for path in (place.with_suffix(".py"), place / "__init__.py"):
@@ -326,3 +333,9 @@ class Known:
     def stands_for(self, record: Record) -> Known:
         """The same verdict, for a tree that gave the same answers from other files."""
         return Known(self.cause, self.subject, self.verdict, record, self.seconds)
+
+    def verdict_on(self, subject: str) -> Verdict:
+        """The verdict, with the name of `subject` where its reason names the one that was judged."""
+        evidence = self.verdict.evidence
+        told = evidence.reason.replace(self.subject, subject)
+        return replace(self.verdict, evidence=replace(evidence, reason=told))

@@ -2,8 +2,9 @@
 
 `enter` is called in the process of one judgement, before the code of a tree is lifted; it cannot be undone. The
 filter of system calls needs Linux on x86_64 or aarch64; elsewhere the limits alone hold, and `enter` says so.
-`Watch` tells afterwards whether the code changed a function of this package. The box is made for accidents and crude
-hostility: code that was written against this very package can still forge a verdict. Judge what you would install.
+`CodeWatch` tells afterwards whether the code changed a function of this package. The box is made for accidents and
+crude hostility: code that was written against this very package can still forge a verdict. Judge what you would
+install.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ KEPT = (
     "LD_LIBRARY_PATH",
     "CUDA_VISIBLE_DEVICES",
     "CUDA_HOME",
+    "SPECMORTEM_INCIDENTS",
     "TRITON_INTERPRET",
     "TRITON_CACHE_DIR",
     "OMP_NUM_THREADS",
@@ -163,7 +165,7 @@ def scrubbed_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-class Watch:
+class CodeWatch:
     """Which functions and classes of this package, and of the built-ins, were replaced since it was made."""
 
     def __init__(self) -> None:

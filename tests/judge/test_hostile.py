@@ -4,9 +4,9 @@ import os
 import time
 
 import pytest
-from tools.audit.conftest import CAUSE
+from judge.conftest import CAUSE
 
-from specmortem.tools.audit import box
+from specmortem.judge import box
 from specmortem.tools.audit.matrix import audit
 
 HOSTILE = {

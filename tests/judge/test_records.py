@@ -3,10 +3,10 @@
 import pytest
 
 from specmortem import upstream
-from specmortem.tools.audit import records
-from specmortem.tools.audit.records import Digests, Known, Question, Record, Recorded, judge_version
-from specmortem.tools.audit.subjects import Place
-from specmortem.tools.audit.verdicts import Verdicts
+from specmortem.judge import records
+from specmortem.judge.records import Digests, Known, Question, Record, Recorded, judge_version
+from specmortem.judge.subjects import Place
+from specmortem.judge.verdicts import Verdicts
 from specmortem.verdict import Evidence, Verdict
 
 MAIN = "from vllm.helper import help\n\n\ndef target(a):\n    return help(a) + LIMIT\n\n\nLIMIT = 3\n"

@@ -12,9 +12,9 @@ from typing import Any
 
 from specmortem import upstream
 from specmortem.incident import all_incidents, of_cause
-from specmortem.tools.audit import box
-from specmortem.tools.audit.records import Recorded
-from specmortem.tools.audit.subjects import Place
+from specmortem.judge import box
+from specmortem.judge.records import Record, Recorded
+from specmortem.judge.subjects import Place
 from specmortem.verdict import Verdict
 
 # The supervisor imports this module once, and forks the judgements with all probes in memory.
@@ -24,17 +24,23 @@ for _incident in all_incidents().values():
 
 
 def judge(cause: str, place: dict[str, str], device: str, cpu_seconds: float) -> dict[str, Any]:
-    """Verdict and record of a cause on a subject; `wanted` names files that must be brought here first."""
+    """Verdict and record of a cause on a subject; `wanted` names files that must be brought here first.
+
+    The code of this package runs as it is; that of a tree inside the box.
+    """
     gc.freeze()  # what was imported is garbage to nobody: collections need not walk it again and again
-    probe = importlib.import_module(f"{of_cause(cause).package}.probe")
+    run = importlib.import_module(f"{of_cause(cause).package}.probe").judge
     subject = Place(**place)  # type: ignore[arg-type]
+    if subject.kind == "own":
+        found = run(cause, subject.subject, device)
+        return {"verdict": found, "record": Record().as_dict(), "wanted": [], "box": ""}
     tree = Recorded(subject.open())
     upstream.give(subject.subject, tree)
-    watch, changed = box.Watch(), box.Watch.changed
+    watch, changed = box.CodeWatch(), box.CodeWatch.changed
     held = box.enter(cpu_seconds, strict=device == "sim")
     error = ""
     try:
-        found = probe.judge(cause, subject.subject, device)
+        found = run(cause, subject.subject, device)
     except Exception as raised:
         if not tree.wanted:
             error = f"{type(raised).__name__}: {raised}"
