@@ -6,7 +6,7 @@ import time
 import pytest
 from judge.conftest import CAUSE
 
-from specmortem.judge import box
+from specmortem.judge import box, judge
 from specmortem.tools.audit.matrix import audit
 
 HOSTILE = {
@@ -30,7 +30,7 @@ HOSTILE = {
         "replaced specmortem.",
     ),
     "replaces our module's function": (
-        "from specmortem.kernels import dflash_inputs\ndflash_inputs.reference = lambda *a, **k: None",
+        "from specmortem.incidents.dflash_oob import kernels\nkernels.reference = lambda *a, **k: None",
         "replaced specmortem.incidents.dflash_oob.kernels.reference",
     ),
     "replaces a built-in": ("import builtins; builtins.len = lambda x: 0", "replaced builtins.len"),
@@ -104,7 +104,16 @@ def test_a_child_that_leaves_its_group_cannot_exist(make_hostile, cache):
 def test_watch_names_what_was_replaced_and_nothing_else(monkeypatch):
     from specmortem import verdict
 
-    watch = box.Watch()
+    watch = box.CodeWatch()
     assert watch.changed() == []
     monkeypatch.setattr(verdict, "versions", lambda: {})
     assert watch.changed() == ["specmortem.verdict.versions"]
+
+
+@pytest.mark.parametrize("kind", ["network", "subprocess", "replaces a built-in"])
+def test_a_probe_runs_in_the_box_too(kind, make_hostile):
+    if kind in NEEDS_FILTER and os.uname().machine not in box.MACHINES:
+        pytest.skip("this machine has no filter of system calls")
+    body, reason = HOSTILE[kind]
+    verdict = judge(CAUSE, make_hostile(body))
+    assert verdict.outcome == "not-judged" and reason in verdict.evidence.reason

@@ -1,8 +1,11 @@
 """What a verdict rests on, and for which trees it holds."""
 
+from pathlib import Path
+
 import pytest
 
-from specmortem import upstream
+import specmortem
+from specmortem import incident, upstream
 from specmortem.judge import records
 from specmortem.judge.records import Digests, Known, Question, Record, Recorded, judge_version
 from specmortem.judge.subjects import Place
@@ -126,19 +129,34 @@ def test_without_a_cache_nothing_is_written(cache, judged):
     assert verdicts.of("v2-null-block", place) and not list(cache.rglob("*.json"))
 
 
+def made_of(slug):
+    """Files of the package that the judgements of an incident are made of."""
+    root = Path(specmortem.__file__).parent
+    return {
+        str(path.relative_to(root)) for path in records._imported_by(f"{incident.get(slug).package}.probe")
+    }
+
+
 def test_the_version_of_a_judgement_follows_the_code_it_is_made_of(monkeypatch):
-    names = {path.name for path in records._imported_by("specmortem.incidents.dflash_oob.probe")}
-    assert {"dflash_oob.py", "bounds.py", "cell.py", "box.py", "closure.py"} <= names
-    assert not names & {"pp_align_copy.py", "interface.py"}
-    staged = {path.name for path in records._imported_by("specmortem.incidents.mtp_draft_loop.probe")}
-    assert {"mtp_draft_loop.py", "host_lengths.py", "released_drafter.py", "interface.py", "sim.py"} <= staged
-    first = judge_version("dflash-oob", "sim")
-    assert first != judge_version("pp-align-copy", "sim") and first != judge_version("dflash-oob", "cuda")
-    judge_version.cache_clear()
+    judging = {"judge/cell.py", "judge/box.py", "upstream/closure.py", "detect/bounds.py"}
+    dflash, mtp = made_of("dflash-oob"), made_of("mtp-draft-loop")
+    assert {"incidents/dflash_oob/probe.py", *judging} <= dflash
+    assert not any(
+        name.startswith(("incidents/pp_align_copy", "incidents/mtp_draft_loop")) for name in dflash
+    )
+    staged = {"probe.py", "host_lengths.py", "released.py"}
+    assert {f"incidents/mtp_draft_loop/{name}" for name in staged} <= mtp
+    assert {"device/interface.py", "device/sim.py"} <= mtp and "device/interface.py" not in dflash
+
+
+def test_the_version_of_a_judgement_follows_device_incident_and_each_file(monkeypatch):
+    dflash, pp = incident.get("dflash-oob"), incident.get("pp-align-copy")
+    first = judge_version(dflash, "sim")
+    assert first != judge_version(pp, "sim") and first != judge_version(dflash, "cuda")
+    assert first == judge_version(dflash, "sim")
     real = records._digest
     monkeypatch.setattr(records, "_digest", lambda p: "x" if p.name == "bounds.py" else real(p))
-    assert judge_version("dflash-oob", "sim") != first
-    judge_version.cache_clear()
+    assert judge_version(dflash, "sim") != first
 
 
 def test_questions_are_told_apart_by_what_is_provided():

@@ -7,12 +7,20 @@ that the tree does not have, a cause that needs a GPU. Subjects with the same co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from specmortem.errors import BadInputError
 from specmortem.isolation import ArmResult
 from specmortem.verdict import DeviceKind, Verdict
+
+if TYPE_CHECKING:
+    from specmortem.judge.records import Known
+
+SAME_CODE = "same_code_as"  # in a verdict's detail: the subject that was judged
+LINE = re.compile(r"\.py:\d")  # in evidence that names a line
 
 
 def judge(cause: str, subject: str, *, device: DeviceKind | str = "sim", timeout_s: float = 120) -> Verdict:
@@ -44,10 +52,7 @@ def judge_many(
     workers = Local(processes=1, progress=progress, on_end=on_end)
     run = Rounds(pairs, device_kind(device), keep=False, workers=workers, timeout_s=timeout_s)
     settled = run.settle_all()
-    verdicts = {pair: known.verdict_on(pair[1]) for pair, known in settled.items()}
-    shared = {pair: known.subject for pair, known in settled.items() if known.subject != pair[1]}
-    verdicts |= {pair: _with(verdicts[pair], same_code_as=judged) for pair, judged in shared.items()}
-    return [_of_folder(verdicts[pair], *pair) for pair in pairs]
+    return [_verdict(settled[pair], *pair) for pair in pairs]
 
 
 def device_kind(device: str) -> DeviceKind:
@@ -64,18 +69,20 @@ def device_kind(device: str) -> DeviceKind:
     return "cuda" if device == "cuda" else "sim"
 
 
-def _with(verdict: Verdict, *, reason: str = "", **detail: object) -> Verdict:
-    evidence = verdict.evidence
-    detail = {**evidence.detail, **detail}
-    return replace(verdict, evidence=replace(evidence, reason=reason or evidence.reason, detail=detail))
-
-
-def _of_folder(verdict: Verdict, cause: str, subject: str) -> Verdict:
-    """A folder without a file that the probe needs is taken for the wrong folder, not for a vLLM without it."""
+def _verdict(known: Known, cause: str, subject: str) -> Verdict:
+    """What is known, told of this pair."""
     from specmortem.incident import probe_of
 
-    needed = {group[0] for group in probe_of(cause).files}
-    if not subject.startswith("tree:") or verdict.evidence.detail.get("absent") not in needed:
-        return verdict
-    told = f"{verdict.evidence.reason}; give the folder that holds vllm/"
-    return _with(verdict, reason=told, unavailable=True)
+    verdict = known.verdict_on(subject)
+    evidence, detail = verdict.evidence, verdict.evidence.detail
+    if known.subject != subject:
+        lines = f" [lines of {known.subject}, the same code]"
+        place = evidence.place + lines if LINE.search(evidence.observed + evidence.place) else evidence.place
+        evidence = replace(evidence, place=place.strip(), detail={**detail, SAME_CODE: known.subject})
+    elif subject.startswith("tree:") and detail.get("absent") in [
+        group[0] for group in probe_of(cause).files
+    ]:
+        # taken for the wrong folder, not for a vLLM without the file
+        told = f"{evidence.reason}; give the folder that holds vllm/"
+        evidence = replace(evidence, reason=told, detail={**detail, "unavailable": True})
+    return replace(verdict, evidence=evidence)

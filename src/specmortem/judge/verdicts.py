@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from specmortem.errors import SpecmortemError
-from specmortem.incident import of_cause
+from specmortem.incident import get, of_cause
 from specmortem.judge.records import Known, judge_version
 from specmortem.judge.subjects import Place
 from specmortem.upstream.cache import default_cache
@@ -29,6 +29,7 @@ class Verdicts:
         """`device` is the kind that the verdicts are of."""
         self.root, self.device = (cache or default_cache()) / "audit" / "verdicts", device
         self.keep = keep
+        self._versions: dict[str, str] = {}
         self._known: dict[tuple[str, str], list[Known]] = {}
 
     def of(self, cause: str, place: Place) -> list[Known]:
@@ -49,7 +50,10 @@ class Verdicts:
                 write_atomically(self._folder(scope, known.cause) / f"{name}.json", text)
 
     def _folder(self, scope: str, cause: str) -> Path:
-        return self.root / judge_version(of_cause(cause), self.device) / scope / cause
+        slug = of_cause(cause).slug
+        if slug not in self._versions:
+            self._versions[slug] = judge_version(get(slug), self.device)
+        return self.root / self._versions[slug] / scope / cause
 
     def _load(self, scope: str, cause: str) -> list[Known]:
         if (scope, cause) not in self._known:

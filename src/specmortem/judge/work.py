@@ -152,7 +152,7 @@ def judge_all(
             for i, end in zip(waiting, ends, strict=True):
                 reason = _fetched(tasks[i], trees, _wanted(end), is_first=not attempt)
                 if reason is not None:
-                    judged[i] = _judged(end, reason)
+                    judged[i] = judged_of(end, reason)
             waiting = [i for i in waiting if i not in judged]
             if not waiting:
                 break
@@ -198,8 +198,11 @@ def _fetched(task: Task, trees: Mapping[str, Tree], wanted: list[str], *, is_fir
     return None
 
 
-def _judged(end: ArmResult, reason: str) -> Judged:
-    """The verdict that an end amounts to. On the simulated device only a value can be a fault or clean."""
+def judged_of(end: ArmResult, reason: str = "") -> Judged:
+    """What an end amounts to; `reason` says why a judgement could not begin.
+
+    On the simulated device only a value can be a fault or clean.
+    """
     if reason:
         return Judged(Verdict.not_judged(reason, unavailable=True), seconds=end.seconds)
     if end.kind == "value":

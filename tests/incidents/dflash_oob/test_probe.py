@@ -6,6 +6,7 @@ from specmortem import incident, upstream
 from specmortem import judge as probes
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.isolation import Arm, ArmResult
+from specmortem.judge.work import judged_of
 from specmortem.upstream import vllm_files
 from specmortem.verdict import Verdict
 
@@ -146,6 +147,6 @@ def test_unknown_words_are_refused():
     ("kind", "outcome"), [("illegal-address", "fault"), ("signal", "not-judged"), ("timeout", "not-judged")]
 )
 def test_how_a_probe_ended_decides_what_it_says(kind, outcome):
-    ended = ArmResult(Arm("specmortem.incidents.dflash_oob.probe:judge"), kind, message="told")
-    verdict = probes._verdict(ended)
+    arm = Arm("specmortem.incidents.dflash_oob.probe:judge", device="cuda")
+    verdict = judged_of(ArmResult(arm, kind, message="told")).verdict
     assert isinstance(verdict, Verdict) and verdict.outcome == outcome and "told" in verdict.evidence.reason

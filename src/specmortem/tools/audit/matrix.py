@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +18,7 @@ from specmortem.exposure import Config, Reach
 from specmortem.facts import Cause, Facts
 from specmortem.incident import Probe, all_incidents, of_cause, probe_of, reaches
 from specmortem.incident import causes as known_causes
-from specmortem.judge import device_kind
+from specmortem.judge import LINE, device_kind
 from specmortem.judge.rounds import Rounds
 from specmortem.judge.subjects import is_own
 from specmortem.judge.work import Local, Tick, Workers, is_absent
@@ -59,7 +58,7 @@ class AuditRow:
         evidence = self.evidence
         told = evidence.reason if self.status.startswith("not-") else evidence.observed or evidence.reason
         place = f" ({evidence.place})" if evidence.place and evidence.place not in told else ""
-        if self.same_code_as and re.search(r"\.py:\d", told + place):
+        if self.same_code_as and LINE.search(told + place):
             place += f" [lines of {self.same_code_as}, the same code]"
         return " ".join(f"{told}{place}".split())
 
