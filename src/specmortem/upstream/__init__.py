@@ -8,6 +8,7 @@ whether two trees hold the same code.
 from specmortem.upstream.cache import default_cache
 from specmortem.upstream.errors import LiftError, MissingFileError, NotPresentError
 from specmortem.upstream.lift import Lifted, body_hash, closure_hash, definition, lift, lift_method
+from specmortem.upstream.stand_ins import StandIns
 from specmortem.upstream.tree import Tree, give, is_stored, resolve
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Lifted",
     "MissingFileError",
     "NotPresentError",
+    "StandIns",
     "Tree",
     "body_hash",
     "closure_hash",

@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 from specmortem.upstream import bodies
 from specmortem.upstream.errors import LiftError, NotPresentError
 from specmortem.upstream.source import Binding, Definition, Import, Source, read
+from specmortem.upstream.stand_ins import is_stubbed
 from specmortem.upstream.tree import Tree
 from specmortem.upstream.trim import Trimmed, is_kernel, trim
 
@@ -205,6 +206,8 @@ class Closure:
         if value.attribute in self.provided:
             return Given(value.attribute)
         module = _absolute(source.path, value)
+        if value.attribute and is_stubbed(module, value.attribute, self.provided):
+            return Given(value.attribute)
         root = module.partition(".")[0]
         if root != "vllm":
             real = root in REAL_PACKAGES and find_spec(root) is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -33,23 +34,33 @@ class Lifted:
     path: str
     line: int
     end_line: int
-    body_hash: str
-    closure_hash: str
+    planned: closure.Closure = field(repr=False, compare=False)
     requires: tuple[str, ...] = ()
     stripped: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     namespace: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    @cached_property
+    def body_hash(self) -> str:
+        """Like `body_hash` of this module."""
+        return bodies.hash_node(self.planned.target.node)
+
+    @cached_property
+    def closure_hash(self) -> str:
+        """Like `closure_hash` of this module, with what was provided left out."""
+        return self.planned.hash
+
 
 def lift(tree: Tree, path: str, name: str, provide: Mapping[str, Any] | None = None) -> Lifted:
     """Bring one top-level function, class or constant to life, with what it needs from its tree.
 
-    `provide` gives values for global names (in any file) instead of lifting them: `current_platform`, say.
+    `provide` gives values for global names (in any file) instead of lifting them: `current_platform`, say. `StandIns`
+    also stand for whatever the code imports from elsewhere.
     Raises NotPresentError when the tree does not define the name, UnavailableError when a file cannot be had,
     LiftError when the code cannot run outside vLLM.
     """
-    given = dict(provide or {})
-    planned = closure.plan(tree, path, name, given)
+    given = provide if provide is not None else {}
+    planned = closure.plan(tree, path, name, [*given, *getattr(given, "rule", ())])
     alive = _Alive(planned, given)
     return Lifted(
         function=alive.function,
@@ -57,8 +68,7 @@ def lift(tree: Tree, path: str, name: str, provide: Mapping[str, Any] | None = N
         path=path,
         line=planned.target.node.lineno,
         end_line=planned.target.node.end_lineno or planned.target.node.lineno,
-        body_hash=bodies.hash_node(planned.target.node),
-        closure_hash=planned.hash,
+        planned=planned,
         requires=tuple(dict.fromkeys(d.name for d in planned.definitions if d is not planned.target)),
         stripped=_stripped(planned),
         missing=alive.missing,

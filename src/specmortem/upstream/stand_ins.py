@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from specmortem.upstream.errors import LiftError
@@ -33,6 +35,65 @@ class _TritonUtils:
 
 
 triton_utils = _TritonUtils()
+
+
+class Stub:
+    """Keeps the keyword arguments that it is made with; can be subscripted like a generic class."""
+
+    def __init__(self, *_: Any, **fields: Any) -> None:
+        """Positional arguments are dropped."""
+        self.__dict__.update(fields)
+
+    def __class_getitem__(cls, _: Any) -> type[Stub]:
+        """Itself, whatever the parameter."""
+        return cls
+
+
+def stub(name: str) -> Any:
+    """A class of that name, which can be made with any arguments and asked `isinstance`."""
+    return type(name, (Stub,), {})
+
+
+class StandIns(dict[str, Any]):
+    """Values for global names of lifted code, and a stub for every other name that it imports from some packages.
+
+    Stubs are made when they are first needed, the same one for a name from then on. Imports of `modules` (dotted
+    names), and of `names` from anywhere, are lifted all the same.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        modules: Collection[str] = (),
+        names: Collection[str] = (),
+        packages: Collection[str] = ("vllm",),
+        make: Callable[[str], Any] = stub,
+    ) -> None:
+        """`make` gives the stub of a name."""
+        super().__init__(given)
+        self._make = make
+        self._made: dict[str, Any] = {}
+        self.rule = tuple(
+            f"{word} {each}"
+            for word, listed in (("stub", packages), ("module", modules), ("name", names))
+            for each in listed
+        )
+
+    def __missing__(self, name: str) -> Any:
+        """The stub of a name. It is no key: what was stubbed so far does not change what is lifted next."""
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+
+def is_stubbed(module: str, name: str, rule: Collection[str]) -> bool:
+    """Whether a rule of StandIns, among names that are provided, has a stub for a name of a module."""
+    return (
+        f"stub {module.partition('.')[0]}" in rule
+        and f"module {module}" not in rule
+        and f"name {name}" not in rule
+    )
 
 
 class Placeholder:
