@@ -79,28 +79,26 @@ class Record:
             return False
         return all(digests.of(path) == digest for path, digest in self.files.items())
 
-    def same_outline(self, other: Record) -> bool:
-        """Whether the other has the same files where this one looked for some or read them as a whole."""
-        return (
-            self.looked_for.items() <= other.looked_for.items() and self.whole.items() <= other.whole.items()
+    def same_code(self, other: Record) -> bool | None:
+        """Whether the other answered all questions of this one in the same way; None where some were not asked."""
+        pairs: tuple[tuple[Mapping[Any, Any], Mapping[Any, Any]], ...] = (
+            (self.looked_for, other.looked_for),
+            (self.whole, other.whole),
+            (self.answers, other.answers),
         )
-
-    def same_code(self, other: Record) -> bool:
-        """Whether the other answered all questions of this one in the same way."""
-        return self.same_outline(other) and self.answers.items() <= other.answers.items()
+        if any(theirs.get(key, answer) != answer for mine, theirs in pairs for key, answer in mine.items()):
+            return False
+        return True if all(mine.keys() <= theirs.keys() for mine, theirs in pairs) else None
 
     def add(self, other: Record) -> None:
         """Take in all that the other holds."""
         for name, part in vars(self).items():
             part |= getattr(other, name)
 
-    def without(self, other: Record) -> Record:
-        """The questions that the other did not answer."""
-        return Record(
-            whole=dict.fromkeys(self.whole.keys() - other.whole.keys(), ""),
-            looked_for=dict.fromkeys(self.looked_for.keys() - other.looked_for.keys(), False),
-            answers=dict.fromkeys(self.answers.keys() - other.answers.keys(), ""),
-        )
+    @property
+    def questions(self) -> Record:
+        """What a judgement asked, and the answers, without the files that these rest on."""
+        return Record(looked_for=self.looked_for, whole=self.whole, answers=self.answers)
 
     def key(self) -> str:
         """One digest of all questions and answers."""
@@ -178,11 +176,20 @@ class Recorded(Tree):
     def asked(
         self, kind: str, path: str, name: str, provided: Collection[str] = ()
     ) -> Iterator[Callable[[Any], None]]:
-        """Note the answer, or the error; what is read meanwhile belongs to the look-up."""
+        """Note the answer, or the error; what is read meanwhile belongs to the look-up.
+
+        Of a closure, the body of what was asked for is an answer of its own, which another tree gives sooner.
+        """
         question = Question(kind, path, name, tuple(sorted(provided)))
+
+        def report(found: Any) -> None:
+            if isinstance(found, closure.Closure):
+                self.record.answers[Question("body", path, name)] = _answer(found.target.node)
+            self.record.answers[question] = _answer(found)
+
         self._depth += 1
         try:
-            yield lambda found: self.record.answers.__setitem__(question, _answer(found))
+            yield report
         except SpecmortemError as error:
             if not self.wanted:
                 self.record.answers[question] = _failed(error)
@@ -191,21 +198,26 @@ class Recorded(Tree):
             self._depth -= 1
 
     def ask(self, record: Record) -> None:
-        """Ask this tree all that another one was asked.
+        """Ask this tree what another one was asked, until an answer is not the same.
 
         Raises UnavailableError when a file cannot be had.
         """
-        for path in record.looked_for:
-            self.has(path)
-        for path in record.whole:
+        for path, there in record.looked_for.items():
+            if self.has(path) is not there:
+                return
+        for path, digest in record.whole.items():
             self.record.whole[path] = digest_of(self, path) if self.has(path) else ""
-        for question in record.answers:
+            if self.record.whole[path] != digest:
+                return
+        for question, answer in record.answers.items():
             if question not in self.memo:
-                self.memo[question] = _asked_alone(self.tree, question)
+                self.memo[question] = look_up(self.tree, question)
             self.record.add(self.memo[question])
+            if self.record.answers[question] != answer:
+                return
 
 
-def _asked_alone(tree: Tree, question: Question) -> Record:
+def look_up(tree: Tree, question: Question) -> Record:
     """The record of one look-up.
 
     Raises UnavailableError when a file cannot be had.
@@ -335,7 +347,9 @@ class Known:
         return Known(self.cause, self.subject, self.verdict, record, self.seconds)
 
     def verdict_on(self, subject: str) -> Verdict:
-        """The verdict, with the name of `subject` where its reason names the one that was judged."""
-        evidence = self.verdict.evidence
+        """The verdict, with the name of `subject` where it names the one that was judged as the reason."""
+        evidence, detail = self.verdict.evidence, dict(self.verdict.evidence.detail)
+        if absent := detail.get("absent"):
+            detail["absent"] = str(absent).replace(self.subject, subject)
         told = evidence.reason.replace(self.subject, subject)
-        return replace(self.verdict, evidence=replace(evidence, reason=told))
+        return replace(self.verdict, evidence=replace(evidence, reason=told, detail=detail))

@@ -132,27 +132,22 @@ class Rounds:
             for job, found in zip(jobs, self.workers.surveys(jobs, on_end), strict=True):
                 self._learn(job.subject, found)
 
-    def _unasked(self) -> dict[str, dict[str, Record]]:
-        """Questions a subject and cause that it has not answered yet."""
-        asked: dict[str, dict[str, Record]] = {}
+    def _unasked(self) -> dict[str, dict[str, list[Record]]]:
+        """A subject and cause: what verdicts rest on of which its answers do not tell yet whether they hold."""
+        asked: dict[str, dict[str, list[Record]]] = {}
         for cause, subject in self.open:
-            answered = self._answers.get((cause, subject))
-            questions = self._questions(cause, subject).without(answered or Record())
-            if answered is None or questions.asks:
-                asked.setdefault(subject, {})[cause] = questions
+            answers = self._answers.get((cause, subject))
+            records = [known.record for known in self._candidates(cause, subject)]
+            unsure = [record for record in records if record.same_code(answers or Record()) is None]
+            if answers is None or unsure:
+                asked.setdefault(subject, {})[cause] = list({r.key(): r.questions for r in unsure}.values())
         return asked
 
-    def _questions(self, cause: str, subject: str) -> Record:
-        """All that known verdicts of a cause rest on; their definitions only where the files allow them to hold."""
+    def _candidates(self, cause: str, subject: str) -> list[Known]:
+        """Verdicts that may hold for a subject; for one that was not opened yet, those on releases."""
         place = self.places.get(subject, Place(f"vllm=={RELEASES}", "", "", "stored"))
-        answered = self._answers.get((cause, subject))
-        every = Record()
-        for known in self.verdicts.of(cause, place):
-            every.looked_for |= known.record.looked_for
-            every.whole |= known.record.whole
-            if answered is not None and known.record.same_outline(answered):
-                every.answers |= known.record.answers
-        return every
+        known = self.verdicts.of(cause, place) if place.kind != "own" else []
+        return [one for one in known if one.record.asks]
 
     def _learn(self, subject: str, found: Surveyed) -> None:
         """Take in what a survey found."""
@@ -167,15 +162,12 @@ class Rounds:
     def _match(self) -> None:
         """Settle pairs that answer as a judged one did."""
         for cause, subject in self.open:
-            place, answers = self.places[subject], self._answers[cause, subject]
-            known = next(
-                (k for k in self.verdicts.of(cause, place) if k.record.asks and k.record.same_code(answers)),
-                None,
-            )
-            if known is not None:
+            answers = self._answers[cause, subject]
+            same = (known for known in self._candidates(cause, subject) if known.record.same_code(answers))
+            if (known := next(same, None)) is not None:
                 self.cached += 1
                 shared = known.stands_for(answers)
-                self.verdicts.add(shared, place)
+                self.verdicts.add(shared, self.places[subject])
                 self._settle((cause, subject), shared)
 
     def _judge(self) -> None:

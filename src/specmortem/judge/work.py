@@ -20,7 +20,7 @@ from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
 from specmortem.incident import Probe, probe_of
 from specmortem.isolation import Arm, ArmResult, keep_supervisors, run_arms
 from specmortem.judge import box
-from specmortem.judge.records import Question, Record, Recorded
+from specmortem.judge.records import Question, Record, Recorded, look_up
 from specmortem.judge.subjects import Place, open_subject
 from specmortem.upstream.cache import default_cache
 from specmortem.upstream.tree import Tree
@@ -35,10 +35,10 @@ _one_batch = threading.Lock()
 
 @dataclass(frozen=True)
 class Survey:
-    """What to look up in one subject: for each cause the questions that are known to matter."""
+    """What to look up in one subject: for each cause what others were asked, and answered."""
 
     subject: str
-    questions: Mapping[str, Record]
+    questions: Mapping[str, Sequence[Record]]
     python: str = ""
     cache: str = ""
 
@@ -92,7 +92,8 @@ def survey(job: Survey) -> Surveyed:
             settled = _absent(tree, probe_of(cause), job.subject)
             if settled is None:
                 recorded = Recorded(tree, memo)
-                recorded.ask(questions)
+                for record in questions:
+                    recorded.ask(record)
                 found.answers[cause] = recorded.record
             else:
                 found.settled[cause] = settled
@@ -119,9 +120,9 @@ def bring(tree: Tree, probe: Probe) -> None:
     sure = [*groups, *((path, name) for path, name in probe.also if tree.has(path))]
     with suppress(SpecmortemError):
         tree.fetch([path for path, name in sure if path and not name])
-        Recorded(tree).ask(
-            Record(answers={Question("closure", path, name): "" for path, name in sure if path and name})
-        )
+        for path, name in sure:
+            if path and name:
+                look_up(tree, Question("closure", path, name))
 
 
 def judge_all(
