@@ -142,23 +142,27 @@ def overrun_in_the_interpreter() -> None:
     store_at[(1,)](torch.zeros(1), 1 << 40)
 
 
-def hang_with_a_stubborn_grandchild(pids: str) -> None:
+def hang_with_a_stubborn_grandchild(pids: str, own_session: bool = False) -> None:
     """Writes its own and the grandchild's pid into the file `pids`, then never returns."""
-    leave_a_stubborn_grandchild(pids)
+    leave_with_a_stubborn_grandchild(pids, own_session)
     time.sleep(60)
 
 
-def leave_a_stubborn_grandchild(pids: str) -> None:
-    grandchild = subprocess.Popen([sys.executable, "-S", "-c", STUBBORN])
+def leave_with_a_stubborn_grandchild(pids: str, own_session: bool = False) -> None:
+    grandchild = subprocess.Popen([sys.executable, "-S", "-c", STUBBORN], start_new_session=own_session)
     part = Path(pids + ".part")
     part.write_text(f"{os.getpid()} {grandchild.pid}")
     part.rename(pids)
 
 
-def kill_the_supervisor(pids: str) -> None:
-    leave_a_stubborn_grandchild(pids)
-    os.kill(os.getppid(), signal.SIGKILL)
+def kill_the_supervisor(pids: str, number: int = signal.SIGKILL) -> None:
+    leave_with_a_stubborn_grandchild(pids)
+    os.kill(os.getppid(), number)
     time.sleep(60)
+
+
+def stop_the_supervisor(pids: str) -> None:
+    kill_the_supervisor(pids, signal.SIGSTOP)
 
 
 def store_far_outside_on_the_gpu() -> None:

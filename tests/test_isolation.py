@@ -164,7 +164,7 @@ def test_a_time_limit_kills_the_grandchildren_too(tmp_path: Path) -> None:
 
 
 def test_what_a_finished_arm_left_running_is_killed(tmp_path: Path) -> None:
-    assert run_arm(arm("leave_a_stubborn_grandchild", pids=str(tmp_path / "pids"))).kind == "value"
+    assert run_arm(arm("leave_with_a_stubborn_grandchild", pids=str(tmp_path / "pids"))).kind == "value"
     assert all(gone(pid) for pid in pids_in(tmp_path / "pids"))
 
 
@@ -177,6 +177,29 @@ def test_when_the_supervisor_dies_every_remaining_arm_ends_and_nothing_keeps_run
     assert all("the supervisor process died by SIGKILL" in end.message for end in ends[1:])
     assert time.monotonic() - began < 30, "the caller waited for an arm that outlived the supervisor"
     assert all(gone(pid) for pid in pids_in(tmp_path / "pids"))
+
+
+def test_a_supervisor_that_does_not_answer_is_ended_and_so_is_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation, "SILENCE_S", 5.0)
+    isolation.keep_supervisors()
+    stopping = Arm("isolated_targets:stop_the_supervisor", {"pids": str(tmp_path / "pids")}, timeout_s=0.1)
+    ends = run_arms([arm("give", value=1), stopping, arm("give", value=2)], parallel=1)
+    assert [end.kind for end in ends] == ["value", "python-error", "python-error"]
+    assert all("the supervisor process did not answer" in end.message for end in ends[1:])
+    assert all(gone(pid) for pid in pids_in(tmp_path / "pids"))
+    assert run_arm(arm("give", value=3)).value == 3
+
+
+@pytest.mark.parametrize("function", ["hang", "leave"])
+def test_what_an_arm_started_in_a_session_of_its_own_is_killed_too(tmp_path: Path, function: str) -> None:
+    kwargs = {"pids": str(tmp_path / "pids"), "own_session": True}
+    away = Arm(f"isolated_targets:{function}_with_a_stubborn_grandchild", kwargs, timeout_s=2.0)
+    ended, other = run_arms([away, arm("nap", seconds=3.0, value="unharmed")], parallel=2)
+    assert ended.kind == {"hang": "timeout", "leave": "value"}[function]
+    assert all(gone(pid) for pid in pids_in(tmp_path / "pids"))
+    assert other.value == "unharmed"
 
 
 def test_outcomes_keep_the_order_of_the_arms_and_are_told_in_the_order_they_end() -> None:

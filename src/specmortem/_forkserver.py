@@ -1,12 +1,15 @@
 """The far side of `specmortem.isolation`: the supervisor, and the process of one experiment.
 
-Requests, records and the children's stderr are files in one folder a run, `FOLDER/INDEX/`; only short lines
-cross pipes, so neither side can block the other. The supervisor reads an index a line on stdin and writes one
-JSON line an outcome; at the end of stdin it kills what still runs, removes the folder and leaves.
+Requests, records and what the children print are files in one folder a run, `FOLDER/INDEX/`; only short lines cross
+pipes, so neither side can block the other. The supervisor reads `INDEX SECONDS` a line on stdin, which starts an
+experiment or gives a running one another limit from now on, and writes one JSON line an outcome; at the end of stdin
+it kills what still runs, removes the folder and leaves. It adopts what experiments leave behind
+(PR_SET_CHILD_SUBREAPER, Linux), so that all of it stays below the supervisor, in whatever session.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -16,6 +19,7 @@ import re
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -31,6 +35,11 @@ RECORD_LIMIT = 64 << 20  # bytes of a record
 FILE_LIMIT = 1 << 30  # bytes of any file that an experiment writes
 MESSAGE_LIMIT = 4000  # characters of an exception's text
 BROKEN_EXIT = 70
+SWEEP_S = 8.0  # a killed process that holds a GPU's memory takes seconds to go
+POLL_S = 0.005
+REQUEST, OUTPUT = "request.json", "stderr"  # of an experiment, in its folder
+WAKING = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # none of them ends the supervisor
+PR_SET_CHILD_SUBREAPER = 36
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from specmortem import _forkserver; _forkserver.main(sys.argv[2:])"
@@ -85,6 +94,7 @@ class Supervisor:
         self.folder, self.device = folder, device
         self.inherited = dict(os.environ)
         self.reports = reports
+        self.asked: set[int] = set()
         self.children: dict[int, Child] = {}
         self.unread = b""
         self.woken, self.waker = os.pipe()
@@ -96,8 +106,10 @@ class Supervisor:
         """Work until stdin ends or nobody reads the reports."""
         os.set_inheritable(self.reports, False)
         os.set_blocking(self.waker, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in WAKING:
+            signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
+        adopt_orphans()
         try:
             with suppress(BrokenPipeError):
                 while self.attend():
@@ -122,25 +134,35 @@ class Supervisor:
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def accept(self) -> bool:
-        """Start what stdin asks for; False at its end."""
+        """Do what stdin asks for; False at its end."""
         data = os.read(0, 65536)
         *lines, self.unread = (self.unread + data).split(b"\n")
         for line in lines:
-            self.start(int(line))
+            index, seconds = line.split()
+            self.allow(int(index), float(seconds))
         return bool(data)
 
-    def start(self, index: int) -> None:
+    def allow(self, index: int, seconds: float) -> None:
+        """Give an experiment so long from now on; start it where it was never asked for."""
+        if index not in self.asked:
+            self.asked.add(index)
+            self.start(index, seconds)
+        for child in self.children.values():
+            if child.index == index:
+                child.deadline = time.monotonic() + seconds
+
+    def start(self, index: int, seconds: float) -> None:
         """Start one experiment, or report why it cannot be started."""
         folder = self.folder / str(index)
-        request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-        forking = not request["env"] and may_fork(request["target"])
+        request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+        forking = not (request["env"] or request["command"]) and may_fork(request["target"])
         began, oom_kills_before = time.monotonic(), oom_kills()
         try:
             pid = self.fork(folder) if forking else self.spawn(folder, request)
         except OSError as error:
             self.report(index=index, code=None, message=f"the process could not be started: {error}")
         else:
-            self.children[pid] = Child(index, began, began + request["timeout_s"], oom_kills_before)
+            self.children[pid] = Child(index, began, began + seconds, oom_kills_before)
 
     def fork(self, folder: Path) -> int:
         """A child that has torch and triton imported already."""
@@ -149,16 +171,33 @@ class Supervisor:
         if pid == 0:
             gc.freeze()  # what is inherited lives on: collecting would walk, and so copy, all of it
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in WAKING:
+                signal.signal(number, signal.SIG_DFL)
             for private in (self.reports, self.woken, self.waker):
                 os.close(private)
+            detach(folder)
             experiment(folder, supervisor)
         return pid
 
     def spawn(self, folder: Path, request: Mapping[str, Any]) -> int:
-        """A child in a fresh interpreter."""
-        arguments = command("experiment", str(folder), str(os.getpid()))
-        return os.posix_spawn(sys.executable, arguments, environment(self.inherited, request))
+        """A child in a fresh interpreter, or another program, which has its whole environment from the request."""
+        program, variables = request["command"], request["env"]
+        if not program:
+            program = command("experiment", str(folder), str(os.getpid()))
+            variables = environment(self.inherited, request)
+        with (folder / OUTPUT).open("ab") as output:
+            process = subprocess.Popen(
+                program,
+                env=variables,
+                cwd=folder / "cwd",
+                stdin=subprocess.DEVNULL,
+                stdout=output if request["command"] else subprocess.DEVNULL,
+                stderr=output,
+                start_new_session=True,
+            )
+        process.returncode = 0  # it is reaped here, not there
+        (folder / "pid").write_text(str(process.pid))
+        return process.pid
 
     def expire(self) -> None:
         """Kill what is past its deadline."""
@@ -168,12 +207,17 @@ class Supervisor:
                 kill_group(pid)
 
     def reap(self) -> None:
-        """Collect and report the dead, and kill what they left in their process groups."""
+        """Collect the dead, kill what they left, then report them."""
+        ends = []
         for pid in list(self.children):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 kill_group(pid)
-                self.report_end(self.children.pop(pid), os.waitstatus_to_exitcode(status))
+                ends.append((self.children.pop(pid), os.waitstatus_to_exitcode(status)))
+        if ends:
+            self.sweep()
+        for child, code in ends:
+            self.report_end(child, code)
 
     def report_end(self, child: Child, code: int) -> None:
         """Report a dead child; `code` is minus the signal number where a signal killed it."""
@@ -189,13 +233,35 @@ class Supervisor:
         """Write one outcome; short enough for the pipe to take it whole."""
         os.write(self.reports, json.dumps(facts).encode() + b"\n")
 
+    def sweep(self) -> None:
+        """Kill and reap all children that are no running experiment, and what becomes a child of this process then."""
+        end = time.monotonic() + SWEEP_S
+        while (left := own_children() - set(self.children)) and time.monotonic() < end:
+            for pid in left:
+                with suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(POLL_S)
+
     def abandon(self) -> None:
-        """Kill and reap all children and remove the run's folder."""
+        """Kill and reap everything below this process and remove the run's folder."""
         for pid in self.children:
             kill_group(pid)
-        for pid in self.children:
-            os.waitpid(pid, 0)
+        self.children.clear()
+        self.sweep()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose parent dies; nothing happens where the system has no such."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def own_children() -> set[int]:
+    """Processes whose parent is this one; empty where /proc does not tell."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for listed in lists for pid in listed.read_text().split()}
 
 
 def environment(inherited: Mapping[str, str], request: Mapping[str, Any]) -> dict[str, str]:
@@ -249,14 +315,32 @@ def oom_count(events: Path) -> int:
 # The experiment's own process
 
 
+def detach(folder: Path) -> None:
+    """Own session; no stdin, stdout dropped, stderr in a file.
+
+    The pid is written before `experiment` looks for the supervisor: so either the caller finds the pid, or the
+    experiment finds that it has been orphaned.
+    """
+    os.setsid()
+    (folder / "pid").write_text(str(os.getpid()))
+    redirect(os.devnull, os.O_RDONLY, 0)
+    redirect(os.devnull, os.O_WRONLY, 1)
+    redirect(str(folder / OUTPUT), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 2)
+
+
 def experiment(folder: Path, supervisor: int) -> NoReturn:
     """Run the request in `folder`, leave its record there, and end this process without any clean-up.
 
-    Destructors are skipped because they can abort on a poisoned CUDA context.
+    Destructors are skipped because they can abort on a poisoned CUDA context. No core file is left.
     """
     try:
-        settle(folder, supervisor)
-        record = run(json.loads((folder / "request.json").read_text(encoding="utf-8")))
+        if os.getppid() != supervisor:
+            os._exit(BROKEN_EXIT)
+        os.chdir(folder / "cwd")
+        limit("RLIMIT_CORE", 0)
+        limit("RLIMIT_FSIZE", FILE_LIMIT)
+        faulthandler.enable()
+        record = run(json.loads((folder / REQUEST).read_text(encoding="utf-8")))
         (folder / "record.part").write_text(record, encoding="utf-8")
         (folder / "record.part").rename(folder / "record.json")
         with suppress(Exception):
@@ -266,26 +350,6 @@ def experiment(folder: Path, supervisor: int) -> NoReturn:
         complain()
     finally:
         os._exit(BROKEN_EXIT)
-
-
-def settle(folder: Path, supervisor: int) -> None:
-    """Own session and empty working folder; no stdin, stdout dropped, stderr in a file; no core file.
-
-    The pid is written before the supervisor is looked for: so either the caller finds the pid, or this
-    process finds that it has been orphaned.
-    """
-    os.setsid()
-    (folder / "pid").write_text(str(os.getpid()))
-    if os.getppid() != supervisor:
-        os._exit(BROKEN_EXIT)
-    redirect(os.devnull, os.O_RDONLY, 0)
-    redirect(os.devnull, os.O_WRONLY, 1)
-    redirect(str(folder / "stderr"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 2)
-    (folder / "cwd").mkdir()
-    os.chdir(folder / "cwd")
-    limit("RLIMIT_CORE", 0)
-    limit("RLIMIT_FSIZE", FILE_LIMIT)
-    faulthandler.enable()
 
 
 def redirect(path: str, flags: int, target: int) -> None:

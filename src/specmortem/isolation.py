@@ -6,8 +6,8 @@ already, those with environment variables of their own in fresh interpreters. It
 thread, so that a fork of it may; else it forks nothing and every experiment gets a fresh interpreter. If the caller
 dies, the supervisor kills the experiments; if the supervisor dies, the caller kills them.
 
-A time limit and the end of an arm kill its whole process group. A descendant that starts a session of its own
-leaves that group and is not found.
+A time limit and the end of an arm kill its whole process group and, on Linux, what of it is in other sessions.
+A supervisor that does not answer is killed too. It can also run another program in place of an arm (`start_program`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import json
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -51,6 +53,7 @@ LINE_SHOWN = 200  # characters of the stderr line in the message of a death
 STDERR_READ = 1 << 16  # bytes that the kind of an abort is judged on
 MOST_PARALLEL = 8
 GRACE_S = 10.0  # for the supervisor to kill its children and leave
+SILENCE_S = 180.0  # of a supervisor after the limit of an arm; it may import torch first, on a busy machine
 
 # Every message of a CUDA error advertises "device-side assertions", so only the triggered assert counts.
 CUDA_TEXTS: tuple[tuple[Kind, str], ...] = (
@@ -107,8 +110,8 @@ class Arm:
                 {
                     "target": self.target,
                     "kwargs": dict(self.kwargs),
-                    "timeout_s": self.timeout_s,
                     "device": self.device,
+                    "command": [],
                     "env": dict(self.env),
                     "memory_bytes": memory_bytes if self.device == "sim" else None,
                 }
@@ -186,45 +189,58 @@ def _outcomes(
 
 
 def _supervised(
-    supervisor: _Supervisor, arms: Sequence[Arm], requests: Sequence[str], indices: Sequence[int], limit: int
+    supervisor: SupervisorHandle,
+    arms: Sequence[Arm],
+    requests: Sequence[str],
+    indices: Sequence[int],
+    limit: int,
 ) -> Iterator[tuple[int, ArmResult]]:
     """Keep `limit` arms running until all have ended."""
-    waiting, pending, first = deque(indices), set(indices), supervisor.started
-
-    def start() -> None:
-        if waiting:
-            index = waiting.popleft()
-            supervisor.start(first + index, requests[index])
-
+    waiting, first = deque(indices), supervisor.started
+    due: dict[int, float] = {}  # when the report of a running arm must be there, by the monotonic clock
     supervisor.started += len(arms)
 
-    for _ in range(limit):
-        start()
-    while pending:
-        report = supervisor.next_report()
-        if report is None:
-            break
-        index = report["index"] - first
-        pending.remove(index)
-        start()
-        yield index, supervisor.collect(arms[index], report)
-    for index in sorted(pending):
-        yield index, supervisor.lost(arms[index])
+    def fill() -> None:
+        while waiting and len(due) < limit:
+            index = waiting.popleft()
+            due[index] = time.monotonic() + arms[index].timeout_s + SILENCE_S
+            supervisor.start(first + index, requests[index], arms[index].timeout_s)
+
+    try:
+        fill()
+        while due:
+            report = supervisor.expect_report(min(due.values()))
+            index = report["index"] - first
+            del due[index]
+            fill()
+            yield index, supervisor.collect(arms[index], report)
+    except SupervisorLostError as error:
+        for index in sorted((*due, *waiting)):
+            message = f"{error} before this arm ended; run the arm again"
+            tail = supervisor.log_tail()
+            yield index, ArmResult(arms[index], "python-error", message=message, stderr_tail=tail)
 
 
-class _Supervisor:
-    """The caller's hold on the supervisor process, and on the folder through which they exchange files."""
+class SupervisorLostError(Exception):
+    """The supervisor process died or did not answer; the text says which, for the start of a sentence."""
+
+
+class SupervisorHandle:
+    """The caller's hold on the supervisor process, and on the folder through which they exchange files.
+
+    The folder is removed at the end, also when the caller is killed.
+    """
 
     def __init__(self, folder: Path, device: Device) -> None:
         self.folder, self.device = folder, device
         self.started = 0
         self.log = folder / "supervisor-stderr"
-        reports, write = os.pipe()
-        self.reports = os.fdopen(reports, encoding="utf-8")
+        self.reports, write = os.pipe()
+        self._unread: deque[bytes] = deque()
         try:
             self.process = self._launch(write)
         except OSError as error:
-            self.reports.close()
+            os.close(self.reports)
             raise UnavailableError(f"cannot start a process for experiments: {error}") from error
         finally:
             os.close(write)
@@ -242,64 +258,87 @@ class _Supervisor:
                 start_new_session=True,
             )
 
-    def start(self, index: int, request: str) -> None:
-        """Ask for one arm; that a dead supervisor does not hear is noticed at the next report."""
-        arm_folder = self.folder / str(index)
-        arm_folder.mkdir()
-        (arm_folder / "request.json").write_text(request, encoding="utf-8")
+    def start(self, index: int, request: str, seconds: float) -> Path:
+        """Ask for one experiment that may take so long; gives its folder."""
+        folder = self.folder / str(index)
+        (folder / "cwd").mkdir(parents=True)
+        (folder / _forkserver.REQUEST).write_text(request, encoding="utf-8")
+        self.allow(index, seconds)
+        return folder
+
+    def start_program(self, command: Sequence[str], variables: Mapping[str, str], seconds: float) -> Path:
+        """Ask for a program with `variables` as its whole environment, as experiment 0; gives its folder."""
+        request = {"command": list(command), "env": dict(variables)}
+        return self.start(0, json.dumps(request), seconds)
+
+    def allow(self, index: int, seconds: float) -> None:
+        """Give an experiment so long from now on; a dead supervisor is noticed at the next report."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.write(f"{index}\n".encode())
+            self.process.stdin.write(f"{index} {seconds}\n".encode())
 
-    def next_report(self) -> dict[str, Any] | None:
-        """The next outcome; None when the supervisor is gone."""
-        line = self.reports.readline()
-        return cast("dict[str, Any]", json.loads(line)) if line.endswith("\n") else None
+    def next_report(self, patience_s: float) -> dict[str, Any] | None:
+        """The next outcome, None where none comes in time. Raises SupervisorLostError where none will."""
+        if not self._unread and select.select([self.reports], [], [], max(0.0, patience_s))[0]:
+            self._unread = deque(os.read(self.reports, 1 << 16).splitlines())  # written as whole lines
+            if not self._unread:
+                raise SupervisorLostError(f"the supervisor process {_exit_text(self._end())}")
+        return cast("dict[str, Any]", json.loads(self._unread.popleft())) if self._unread else None
+
+    def expect_report(self, until: float) -> dict[str, Any]:
+        """The next outcome. Raises SupervisorLostError where there is none `until` then, by the monotonic clock."""
+        report = self.next_report(until - time.monotonic())
+        if report is None:
+            self.process.kill()
+            self.process.wait(GRACE_S)
+            raise SupervisorLostError("the supervisor process did not answer")
+        return report
 
     def collect(self, arm: Arm, report: Mapping[str, Any]) -> ArmResult:
         """The outcome that a report and the files of its arm amount to; removes the files."""
         folder = self.folder / str(report["index"])
-        stderr = _end_of(folder / "stderr")
+        stderr = end_of(folder / _forkserver.OUTPUT)
         kind, value, message = _judge(arm, report, folder / "record.json", stderr)
         shutil.rmtree(folder, ignore_errors=True)
         return ArmResult(arm, kind, value, message, stderr[-STDERR_TAIL:], report.get("seconds", 0.0))
 
-    def lost(self, arm: Arm) -> ArmResult:
-        """The outcome of an arm whose supervisor is gone."""
-        how = _exit_text(self.process.wait())
-        message = f"the supervisor process {how} before this arm ended; run the arm again"
-        return ArmResult(arm, "python-error", message=message, stderr_tail=_end_of(self.log)[-STDERR_TAIL:])
+    def log_tail(self) -> str:
+        """What the supervisor itself complained of last."""
+        return end_of(self.log)[-STDERR_TAIL:]
 
     def close(self) -> None:
         """End the supervisor and, should it not have done so itself, whatever it started."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        try:
-            self.process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.reports.close()
+        self._end()
+        os.close(self.reports)
         for pid in self.folder.glob("*/pid"):
             with suppress(OSError, ValueError):
                 _forkserver.kill_group(int(pid.read_text()))
 
+    def _end(self) -> int:
+        """The exit code of a supervisor that is about to leave; one that does not is killed."""
+        try:
+            return self.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait(GRACE_S)
+
 
 @contextmanager
-def _open_supervisor(device: Device) -> Iterator[_Supervisor]:
-    """A supervisor process for the length of a block."""
+def open_supervisor(device: Device) -> Iterator[SupervisorHandle]:
+    """A supervisor process for the length of a block.
+
+    Raises UnavailableError when no process or no temporary folder can be had.
+    """
     try:
         folder = tempfile.TemporaryDirectory(prefix="specmortem-", ignore_cleanup_errors=True)
     except OSError as error:
         raise UnavailableError(
             f"cannot make a temporary folder ({error}); set TMPDIR to one with space"
         ) from error
-    with folder as path:
-        supervisor = _Supervisor(Path(path), device)
-        try:
-            yield supervisor
-        finally:
-            supervisor.close()
+    with folder as path, closing(SupervisorHandle(Path(path), device)) as supervisor:
+        yield supervisor
 
 
 class _Idle:
@@ -307,18 +346,18 @@ class _Idle:
 
     def __init__(self) -> None:
         self.wanted = False
-        self._kept: dict[Device, tuple[object, ExitStack, _Supervisor]] = {}
+        self._kept: dict[Device, tuple[object, ExitStack, SupervisorHandle]] = {}
 
-    def take(self, device: Device) -> tuple[ExitStack, _Supervisor]:
+    def take(self, device: Device) -> tuple[ExitStack, SupervisorHandle]:
         """The one kept for this device where it still fits, else a new one."""
         surroundings, stack, kept = self._kept.pop(device, (None, ExitStack(), None))
         if kept is not None and surroundings == self._surroundings() and kept.process.poll() is None:
             return stack, kept
         stack.close()
         stack = ExitStack()
-        return stack, stack.enter_context(_open_supervisor(device))
+        return stack, stack.enter_context(open_supervisor(device))
 
-    def put(self, device: Device, stack: ExitStack, supervisor: _Supervisor) -> None:
+    def put(self, device: Device, stack: ExitStack, supervisor: SupervisorHandle) -> None:
         """Keep it where that is wanted and possible, else end it."""
         if self.wanted and device not in self._kept and supervisor.process.poll() is None:
             self._kept[device] = self._surroundings(), stack, supervisor
@@ -350,7 +389,7 @@ def keep_supervisors(*, wanted: bool = True) -> None:
 
 
 @contextmanager
-def _supervisor(device: Device) -> Iterator[_Supervisor]:
+def _supervisor(device: Device) -> Iterator[SupervisorHandle]:
     """A supervisor with nothing running; one that was left in the middle of something is not used again."""
     stack, supervisor = _idle.take(device)
     try:
@@ -438,8 +477,8 @@ def _death_message(name: str, kind: Kind, stderr: str) -> str:
     if kind == "out-of-memory":
         patterns.append(HOST_MEMORY)
     lines = (line.strip() for line in stderr.splitlines())
-    told = next((line for line in lines if any(re.search(pattern, line) for pattern in patterns)), "")
-    return f"{name}: {told[:LINE_SHOWN]}" if told else name
+    found = next((line for line in lines if any(re.search(pattern, line) for pattern in patterns)), "")
+    return f"{name}: {found[:LINE_SHOWN]}" if found else name
 
 
 def signal_name(number: int) -> str:
@@ -455,7 +494,7 @@ def _exit_text(code: int) -> str:
     return f"died by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
 
 
-def _end_of(path: Path) -> str:
+def end_of(path: Path) -> str:
     """The end of a stderr file, if any, less the long list of modules that faulthandler closes with."""
     try:
         with path.open("rb") as file:
