@@ -165,10 +165,8 @@ def _all(folders: str) -> Mapping[str, Incident]:
 
 
 def _own() -> Iterator[Incident]:
-    from specmortem import incidents
-
-    for module in pkgutil.iter_modules(incidents.__path__):
-        yield _exported(f"{incidents.__name__}.{module.name}")
+    for module in pkgutil.iter_modules([str(Path(__file__).with_name("incidents"))]):
+        yield _exported(f"specmortem.incidents.{module.name}")
 
 
 def _announced() -> Iterator[Incident]:
