@@ -81,8 +81,37 @@ def test_a_file_that_a_probe_read_as_a_whole_must_be_equal(make_tree):
 def test_what_is_provided_belongs_to_the_question(make_tree):
     tree = Recorded(tree_of(make_tree, "judged"))
     upstream.lift(tree, PATH, "target", provide={"help": abs})
-    assert [q.provided for q in tree.record.answers] == [("help",)]
+    assert [q.provided for q in tree.record.answers if q.kind == "closure"] == [("help",)]
     assert set(tree.record.files) == {PATH}
+
+
+def test_a_tree_is_asked_until_it_answers_otherwise(judged, make_tree):
+    other = Recorded(tree_of(make_tree, "other", main=MAIN.replace("+ LIMIT", "- LIMIT")))
+    other.ask(judged)
+    assert [q.kind for q in other.record.answers] == ["body"]
+    assert set(other.record.files) == {PATH}
+    assert judged.same_code(other.record) is False
+    assert judged.same_code(Record()) is None
+
+
+def test_stand_ins_are_asked_by_their_rule_and_read_no_other_file(judged, make_tree):
+    tree = Recorded(tree_of(make_tree, "judged"))
+    given = upstream.StandIns()
+    lifted = upstream.lift(tree, PATH, "target", provide=given)
+    assert lifted.namespace["help"] is given["help"] and "help" not in given
+    assert set(tree.record.files) == {PATH} and tree.record.whole == {}
+    changed = tree_of(make_tree, "other", helper=HELPER.replace("a + 1", "a + 2"))
+    assert same_code(tree.record, changed)
+    assert not same_code(
+        tree.record, tree_of(make_tree, "third", main=MAIN.replace("import help", "import other as help"))
+    )
+
+
+def test_stand_ins_lift_the_modules_and_names_that_they_are_told(make_tree):
+    for options in ({"modules": ["vllm.helper"]}, {"names": ["help"]}, {"packages": ["flashinfer"]}):
+        tree = Recorded(tree_of(make_tree, "judged"))
+        lifted = upstream.lift(tree, PATH, "target", provide=upstream.StandIns(**options))
+        assert lifted.function(4) == 8
 
 
 def test_a_missing_definition_is_an_answer(make_tree):

@@ -319,7 +319,6 @@ class Known:
     subject: str
     verdict: Verdict
     record: Record
-    seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -328,7 +327,6 @@ class Known:
             "subject": self.subject,
             "verdict": self.verdict.as_dict(),
             "record": self.record.as_dict(),
-            "seconds": self.seconds,
         }
 
     @classmethod
@@ -339,12 +337,11 @@ class Known:
             data["subject"],
             Verdict.from_dict(data["verdict"]),
             Record.from_dict(data["record"]),
-            data["seconds"],
         )
 
     def stands_for(self, record: Record) -> Known:
         """The same verdict, for a tree that gave the same answers from other files."""
-        return Known(self.cause, self.subject, self.verdict, record, self.seconds)
+        return Known(self.cause, self.subject, self.verdict, record)
 
     def verdict_on(self, subject: str) -> Verdict:
         """The verdict, with the name of `subject` where it names the one that was judged as the reason."""

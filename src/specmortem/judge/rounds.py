@@ -195,7 +195,7 @@ class Rounds:
         self.judged += 1
         self.bytes_moved += end.bytes_moved
         record = end.record or Record()
-        known = Known(task.cause, task.place.subject, end.verdict, record, end.seconds)
+        known = Known(task.cause, task.place.subject, end.verdict, record)
         unavailable = end.verdict.evidence.detail.get("unavailable")
         if record.asks and not unavailable and self._is_true(record, known.subject):
             self.verdicts.add(known, task.place)

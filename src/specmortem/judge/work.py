@@ -71,7 +71,6 @@ class Judged:
 
     verdict: Verdict
     record: Record | None = None
-    seconds: float = 0.0
     bytes_moved: int = 0
 
 
@@ -205,18 +204,18 @@ def judged_of(end: ArmResult, reason: str = "") -> Judged:
     On the simulated device only a value can be a fault or clean.
     """
     if reason:
-        return Judged(Verdict.not_judged(reason, unavailable=True), seconds=end.seconds)
+        return Judged(Verdict.not_judged(reason, unavailable=True))
     if end.kind == "value":
         try:
             return _valued(end)
         except (SpecmortemError, TypeError, ValueError, LookupError, AttributeError) as error:
             told = f"the process left no verdict: {type(error).__name__}: {error}"
-            return Judged(Verdict.not_judged(_plain(told)), seconds=end.seconds)
+            return Judged(Verdict.not_judged(_plain(told)))
     evidence = Evidence(
         reason=_plain(f"{end.kind}: {end.message}"), detail={"stderr": _plain(end.stderr_tail[-800:])}
     )
     is_fault = end.arm.device == "cuda" and end.kind in ("illegal-address", "device-assert")
-    return Judged(Verdict("fault" if is_fault else "not-judged", evidence), seconds=end.seconds)
+    return Judged(Verdict("fault" if is_fault else "not-judged", evidence))
 
 
 def _valued(end: ArmResult) -> Judged:
@@ -226,7 +225,7 @@ def _valued(end: ArmResult) -> Judged:
     if end.value["box"]:
         detail["box"] = _plain(end.value["box"])
     verdict = replace(verdict, evidence=replace(verdict.evidence, detail=detail))
-    return Judged(verdict, Record.from_dict(end.value["record"]), end.seconds)
+    return Judged(verdict, Record.from_dict(end.value["record"]))
 
 
 def _plain(value: Any) -> Any:
