@@ -322,26 +322,17 @@ class Known:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form."""
-        return {
-            "cause": self.cause,
-            "subject": self.subject,
-            "verdict": self.verdict.as_dict(),
-            "record": self.record.as_dict(),
-        }
+        return {**vars(self), "verdict": self.verdict.as_dict(), "record": self.record.as_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Known:
         """Inverse of `as_dict`."""
-        return cls(
-            data["cause"],
-            data["subject"],
-            Verdict.from_dict(data["verdict"]),
-            Record.from_dict(data["record"]),
-        )
+        found = {"verdict": Verdict.from_dict(data["verdict"]), "record": Record.from_dict(data["record"])}
+        return cls(**{**data, **found})
 
     def stands_for(self, record: Record) -> Known:
         """The same verdict, for a tree that gave the same answers from other files."""
-        return Known(self.cause, self.subject, self.verdict, record)
+        return replace(self, record=record)
 
     def verdict_on(self, subject: str) -> Verdict:
         """The verdict, with the name of `subject` where it names the one that was judged as the reason."""

@@ -20,8 +20,7 @@ from specmortem.report.terminal import (
     write_lines,
     write_table,
 )
-from specmortem.tools.audit.matrix import Audit
-from specmortem.tools.audit.matrix import AuditRow as Row
+from specmortem.tools.audit.matrix import Audit, AuditRow
 from specmortem.verdict import versions
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def told(row: Row) -> str:
+def told(row: AuditRow) -> str:
     """Status, and where a configuration was given whether it reaches the cause."""
     return str(MARKS[row.status]) + (f", {REACHED[row.reach]}" if row.reach and row.status == "fault" else "")
 
@@ -52,7 +51,7 @@ def terminal(audit: Audit, console: Console | None = None) -> None:
     write_lines((Line(note, OPEN) for note in notes(audit)), console)
 
 
-def _cells(row: Row) -> tuple[TableCell, ...]:
+def _cells(row: AuditRow) -> tuple[TableCell, ...]:
     seen = [Line(row.witness)]
     if row.advice:
         seen.append(Line(f"→ {row.advice}", "green"))
@@ -81,9 +80,9 @@ def notes(audit: Audit) -> list[str]:
     return found
 
 
-def by(audit: Audit, name: str) -> dict[str, list[Row]]:
+def by(audit: Audit, name: str) -> dict[str, list[AuditRow]]:
     """Rows by their `subject` or `cause`, in the order of the audit."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[AuditRow]] = {}
     for row in audit.rows:
         found.setdefault(getattr(row, name), []).append(row)
     return found
@@ -133,7 +132,7 @@ def as_csv(audit: Audit) -> str:
     return out.getvalue()
 
 
-def _fields(row: Row, date: str) -> dict[str, Any]:
+def _fields(row: AuditRow, date: str) -> dict[str, Any]:
     found = {name: getattr(row, name) for name in COLUMNS if hasattr(row, name)}
     return found | {
         "date": date,
@@ -164,11 +163,13 @@ def page(audit: Audit) -> str:
     )
 
 
-def _groups(audit: Audit) -> list[tuple[str, list[tuple[str, str, list[Row], list[tuple[str, list[Row]]]]]]]:
+def _groups(
+    audit: Audit,
+) -> list[tuple[str, list[tuple[str, str, list[AuditRow], list[tuple[str, list[AuditRow]]]]]]]:
     """(incident, [(cause, title, its rows, [(anchor, rows that share a witness)])]); `anchors` of rows are unique."""
-    found: dict[str, list[tuple[str, str, list[Row], list[tuple[str, list[Row]]]]]] = {}
+    found: dict[str, list[tuple[str, str, list[AuditRow], list[tuple[str, list[AuditRow]]]]]] = {}
     for cause, rows in by(audit, "cause").items():
-        shared: dict[tuple[str, str, str], list[Row]] = {}
+        shared: dict[tuple[str, str, str], list[AuditRow]] = {}
         for row in rows:
             shared.setdefault((row.status, row.witness, row.reach), []).append(row)
         parts = [(f"{cause}-{number}", same) for number, same in enumerate(shared.values(), 1)]
