@@ -23,7 +23,13 @@ from specmortem import upstream
 from specmortem.device.cuda import missing
 from specmortem.errors import SpecmortemError
 from specmortem.incidents.pp_align_copy import kernels as align_copy
-from specmortem.incidents.pp_align_copy.kernels import AFTER, AlignStates, Counters, State, Tuning
+from specmortem.incidents.pp_align_copy.kernels import (
+    AFTER,
+    AlignCounters,
+    AlignStates,
+    RecurrentState,
+    Tuning,
+)
 from specmortem.incidents.pp_align_copy.shift import ReleasedCopies
 from specmortem.upstream.vllm_files import MAMBA
 from specmortem.verdict import versions, write_atomically
@@ -64,7 +70,7 @@ class Case:
         ids = 1 + torch.randperm(2 * slots, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
         self.src, self.dst = ids.to(self.device).split(slots)
         self.shift = BIAS * self.size // WIDTH if self.kind == "conv" else 0
-        self.counters = Counters.empty(slots, self.device)
+        self.counters = AlignCounters.empty(slots, self.device)
         order = torch.arange(slots, dtype=torch.int32, device=self.device)
         self.mappings = order.split(self.requests)
 
@@ -85,11 +91,13 @@ class Case:
         for layer in self.pool:
             typed = layer.view(self.dtype)
             conv = self.kind == "conv"
-            parts.append(State(typed.unflatten(1, (WIDTH, -1)) if conv else typed, 0, WIDTH if conv else 0))
+            parts.append(
+                RecurrentState(typed.unflatten(1, (WIDTH, -1)) if conv else typed, 0, WIDTH if conv else 0)
+            )
         return AlignStates([torch.stack(columns, dim=1)], parts)
 
-    def count(self, op: str) -> Counters:
-        """Counters under which every slot copies, with BIAS accepted tokens before the boundary."""
+    def count(self, op: str) -> AlignCounters:
+        """AlignCounters under which every slot copies, with BIAS accepted tokens before the boundary."""
         c = self.counters
         if op == "postcopy":
             values = {"state_idx": 1, "num_computed": BLOCK_SIZE + 1, "num_accepted": BIAS + 2}

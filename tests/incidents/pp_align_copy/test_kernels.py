@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 
 from specmortem.detect import bounds
 from specmortem.errors import BadInputError
+from specmortem.incidents.pp_align_copy import fix
 from specmortem.incidents.pp_align_copy import kernels as align_copy
 from specmortem.incidents.pp_align_copy.kernels import (
     AFTER,
     BEFORE,
+    AlignCounters,
     AlignStates,
-    Counters,
     Guards,
-    State,
+    RecurrentState,
     Tuning,
 )
+from specmortem.incidents.pp_align_copy.shift_orders import shift_orders
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 BLOCK_SIZE, COLUMNS, WIDTH = 8, 5, 5
@@ -49,9 +51,9 @@ class Case:
         for shape, group, width in shapes:
             wide = (shape[0] + self.padded, *shape[1:])
             pool = torch.rand(blocks, *wide, generator=generator).to(self.dtype)
-            self.parts.append(State(pool[:, : shape[0]], group, width))
+            self.parts.append(RecurrentState(pool[:, : shape[0]], group, width))
         self.states = AlignStates(self.tables, self.parts)
-        self.counters = Counters.empty(self.slots)
+        self.counters = AlignCounters.empty(self.slots)
 
     def fill(self, **columns):
         for name, values in columns.items():
@@ -171,13 +173,13 @@ def test_each_cause_switched_on_alone_gives_a_wrong_state(guard):
         "skip_null": (ACROSS, {"null": (0, 0)}),
     }
     fill, case = cases[guard]
-    guards = replace(AFTER, **{guard: "batch" if guard == "row" else False})
+    guards = replace(AFTER, **{guard: fix.batch_row if guard == "row" else False})
     assert guards in BEFORE.values()
     assert not same(after_postcopy(fill, guards, **case), expected_postcopy(fill, **case))
 
 
 MUTANTS = {
-    "row of postcopy": ("row = slot if BY_SLOT else batch  # guard: row of postcopy", "row = batch"),
+    "row of postcopy": ("row = ROW(batch, req_idx)  # guard: row of postcopy", "row = batch"),
     "skip_null": ("usable = usable & (is_state | (not SKIP_NULL))  # guard: skip_null", "usable = usable"),
     "reset": ("(source == target) & (tl.program_id(1) == 0)", "(source != target) & (tl.program_id(1) == 0)"),
     "boundary": ("if aligned >= running:", "if aligned > running:"),
@@ -217,7 +219,7 @@ def test_the_cases_find_every_mutant(name, tmp_path):
 
 
 def test_the_row_of_precopy_has_a_mutant_of_its_own(tmp_path):
-    change = {"row = slot if BY_SLOT else batch  # guard: row of precopy": "row = batch"}
+    change = {"row = ROW(batch, req_idx)  # guard: row of precopy": "row = batch"}
     module = mutate.mutant(align_copy, change, tmp_path)
     fill = {"state_idx": [1, 2, 2], "src_col": [0, 1, 2], "src_off": [1, 2, 0]}
     expected = expected_precopy(fill, (1, 0))
@@ -229,14 +231,13 @@ def watched_precopy(guards, src_col=(0, 1, -1), dst_col=(1, 2, -1), mapping=(1, 
     c = Case().fill(state_idx=dst_col, src_col=src_col, src_off=[0, 1, 0])
     owners = [-1, *(slot for slot in range(3) for _ in range(COLUMNS))]
     of = bounds.mapped(mapping)
-    with bounds.watch(perform_mapped=guards.row == "batch") as watch:
+    with bounds.watch(perform_mapped=guards.row is fix.batch_row) as watch:
         for table, name in zip(c.tables, ("table0", "table1"), strict=True):
             watch.rows(table, of=of, name=name, owner_name="slot")
         for part, name in zip(c.parts, ("conv", "temporal", "other"), strict=True):
             owned = owners if part.group == 0 else [-1, *reversed([o for o in owners if o >= 0])]
             watch.blocks(part.tensor, owned, of=of, name=name, owner_name="slot")
-        watch.pointers(c.states.table_ptrs, *c.tables, name="table_ptrs")
-        watch.pointers(c.states.bases, *(p.tensor for p in c.parts), name="bases")
+        watch.pointers(c.states.descriptors, *c.tables, *(p.tensor for p in c.parts))
         align_copy.precopy(c.states, c.counters, torch.tensor(mapping), guards, SMALL)
     return watch.reports
 
@@ -261,25 +262,39 @@ def test_detector_is_silent_on_after(column):
     assert watched_precopy(AFTER, src_col=(0, column, -1)) == []
 
 
-def test_both_halves_of_the_row_fix_are_needed():
+@dataclass
+class TwoTables:
+    persistent: torch.Tensor
+    gathered: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("subject", "right"),
+    # `before` is right while the gathered rows are this batch's
+    [("before", True), ("table-only", False), ("row-only", False), ("after", True)],
+)
+def test_both_halves_of_the_row_fix_are_needed(subject, right):
     """Slots are not batch rows: slots 1 and 0 are in batch rows 0 and 1."""
-    mapping, wrong = torch.tensor([1, 0]), {}
-    for row in ("batch", "slot"):
-        for bound in ("gathered", "persistent"):
-            c, plain = Case().fill(**ACROSS), Case().fill(**ACROSS)
-            gathered = [torch.zeros_like(t) for t in c.tables]
-            for table, target in zip(c.tables, gathered, strict=True):
-                target[:2] = table[mapping]
-            states = AlignStates(gathered if bound == "gathered" else c.tables, c.parts)
-            align_copy.postcopy(states, c.counters, mapping, BLOCK_SIZE, Guards(row=row), SMALL)
-            align_copy.reference_postcopy(plain.states, plain.counters, mapping, BLOCK_SIZE)
-            wrong[row, bound] = not same(c.content(), plain.content())
-    assert wrong == {
-        ("batch", "gathered"): False,  # right while the gathered rows are this batch's
-        ("batch", "persistent"): True,
-        ("slot", "gathered"): True,
-        ("slot", "persistent"): False,
-    }
+    mapping = torch.tensor([1, 0])
+    c, plain = Case().fill(**ACROSS), Case().fill(**ACROSS)
+    tables = []
+    for table in c.tables:
+        gathered = torch.zeros_like(table)
+        gathered[:2] = table[mapping]
+        tables.append(fix.SUBJECTS[subject](TwoTables(table, gathered)))
+    states = AlignStates([lookup.table for lookup in tables], c.parts)
+    align_copy.postcopy(states, c.counters, mapping, BLOCK_SIZE, Guards(row=tables[0].row), SMALL)
+    align_copy.reference_postcopy(plain.states, plain.counters, mapping, BLOCK_SIZE)
+    assert same(c.content(), plain.content()) == right
+
+
+def test_a_late_lookup_finds_the_request_only_after():
+    """The request in slot 3 was at row 0 of its batch; since then slot 2 was gathered into row 0."""
+    tables = TwoTables(torch.arange(16).reshape(4, 4), torch.tensor([[8, 9, 10, 11], *[[0] * 4] * 3]))
+    read = {subject: fix.block_ids(subject, tables, batch=0, req_idx=3) for subject in fix.SUBJECTS}
+    assert read["before"] == fix.reference(tables, 2)
+    assert read["after"] == fix.reference(tables, 3)
+    assert read["row-only"] == [0] * 4 and read["table-only"] == fix.reference(tables, 0)
 
 
 def test_seed_column_counts_state_blocks():
@@ -289,13 +304,13 @@ def test_seed_column_counts_state_blocks():
 
 @pytest.mark.parametrize(("width", "bias", "token_bytes"), [(4, 1, 512), (5, 2, 192), (5, 1, 1024)])
 def test_a_shift_as_one_copy_has_wrong_orders_and_token_by_token_has_none(width, bias, token_bytes):
-    whole = align_copy.shift_orders(width, bias, token_bytes)
-    ordered = align_copy.shift_orders(width, bias, token_bytes, ordered=True)
+    whole = shift_orders(width, bias, token_bytes)
+    ordered = shift_orders(width, bias, token_bytes, ordered=True)
     assert 0 < whole.wrong < whole.orders and ordered.wrong == 0 < ordered.orders
 
 
 def test_an_example_of_a_wrong_order_is_one():
-    found = align_copy.shift_orders(4, 1, 512)
+    found = shift_orders(4, 1, 512)
     memory, registers = list(range(4)), {}
     for warp, kind, first, _ in found.example:
         if kind == "load":
@@ -314,36 +329,36 @@ def test_an_example_of_a_wrong_order_is_one():
     ],
 )
 def test_orders_are_counted(case, orders, wrong):
-    found = align_copy.shift_orders(**case)
+    found = shift_orders(**case)
     assert (found.orders, found.wrong) == (orders, wrong)
 
 
 def test_a_shift_by_the_stride_of_all_warps_is_safe():
-    assert align_copy.shift_orders(4, 1, 2048).wrong == 0
+    assert shift_orders(4, 1, 2048).wrong == 0
 
 
 def test_too_many_orders_are_refused():
     with pytest.raises(BadInputError, match="too many to enumerate"):
-        align_copy.shift_orders(64, 1, 4096)
+        shift_orders(64, 1, 4096)
     with pytest.raises(BadInputError, match="is no shift"):
-        align_copy.shift_orders(4, 4, 512)
+        shift_orders(4, 4, 512)
 
 
 def refused():
     table, pool = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(3, 5, 8)
-    state = State(pool, 0, 5)
+    state = RecurrentState(pool, 0, 5)
     good, batch = AlignStates([table], [state]), torch.tensor([0, 1])
-    c = Counters.empty(2)
-    yield "contiguous blocks", lambda: State(pool.transpose(1, 2))
-    yield "conv state of width 4", lambda: State(pool, 0, 4)
+    c = AlignCounters.empty(2)
+    yield "contiguous blocks", lambda: RecurrentState(pool.transpose(1, 2))
+    yield "conv state of width 4", lambda: RecurrentState(pool, 0, 4)
     yield "a table and a state", lambda: AlignStates([table], [])
     yield "int32", lambda: AlignStates([table.long()], [state])
     yield "one shape", lambda: AlignStates([table, table[:1]], [state])
-    yield "state 0 is of group 1", lambda: AlignStates([table], [State(pool, 1)])
-    yield "num_accepted must be", lambda: Counters(**{**vars(c), "num_accepted": torch.zeros(2)})
-    yield "src_off has 3 slots", lambda: Counters(**{**vars(c), "src_off": c.src_off.repeat(2)[:3]})
-    yield "2 rows", lambda: align_copy.precopy(good, Counters.empty(3), batch)
-    yield "indexed by batch", lambda: align_copy.precopy(good, c, torch.arange(3), Guards(row="batch"))
+    yield "state 0 is of group 1", lambda: AlignStates([table], [RecurrentState(pool, 1)])
+    yield "num_accepted must be", lambda: AlignCounters(**{**vars(c), "num_accepted": torch.zeros(2)})
+    yield "src_off has 3 slots", lambda: AlignCounters(**{**vars(c), "src_off": c.src_off.repeat(2)[:3]})
+    yield "2 rows", lambda: align_copy.precopy(good, AlignCounters.empty(3), batch)
+    yield "indexed by batch", lambda: align_copy.precopy(good, c, torch.arange(3), Guards(row=fix.batch_row))
     yield "empty", lambda: align_copy.precopy(good, c, batch[:0])
     yield "integer vector", lambda: align_copy.precopy(good, c, batch.float())
     yield r"query_start_loc must be \[3\]", lambda: align_copy.preprocess(c, batch, batch, 8)

@@ -9,7 +9,6 @@ from specmortem import device
 from specmortem.incidents.pp_align_copy.engine.pipeline import Pipeline
 from specmortem.incidents.pp_align_copy.engine.scheduler import EngineConfig, Request
 from specmortem.incidents.pp_align_copy.engine.tag_model import TagModel
-from specmortem.incidents.pp_align_copy.engine.worker import BINDINGS
 
 CONFIG = EngineConfig(
     pp_size=2,
@@ -23,7 +22,7 @@ CONFIG = EngineConfig(
 
 
 class Engine(RuleBasedStateMachine):
-    binding = "after"
+    subject = "after"
 
     def __init__(self):
         super().__init__()
@@ -34,7 +33,7 @@ class Engine(RuleBasedStateMachine):
             dev,
             CONFIG,
             [],
-            binding=BINDINGS[self.binding],
+            subject=self.subject,
             model=lambda rank: self.model,
             sampler=self.sample,
             ranks=[0],
@@ -86,7 +85,7 @@ TestEngine = Engine.TestCase
 
 def test_the_planted_bug_is_found_within_the_default_budget():
     class Planted(Engine):
-        binding = "before"
+        subject = "before"
 
     with pytest.raises(AssertionError, match="a copy left its request's blocks"):
         run_state_machine_as_test(Planted, settings=settings(database=None, print_blob=False))

@@ -9,7 +9,6 @@ from specmortem.incidents.pp_align_copy.engine.ranks import run_ranks
 from specmortem.incidents.pp_align_copy.engine.recurrent_model import blocked_argmax, expected_text, speech
 from specmortem.incidents.pp_align_copy.engine.scheduler import EngineConfig, Request, Scheduler
 from specmortem.incidents.pp_align_copy.engine.tag_model import TagModel
-from specmortem.incidents.pp_align_copy.engine.worker import BINDINGS
 from specmortem.isolation import ArmResult
 
 
@@ -34,7 +33,7 @@ def run(config, requests, subject="after", seed=0):
         dev,
         config,
         requests,
-        binding=BINDINGS[subject],
+        subject=subject,
         model=lambda rank: model,
         sampler=RandomAcceptance(seed),
         ranks=[0],
@@ -75,7 +74,7 @@ def test_a_run_that_does_not_end_says_so():
         dev,
         config,
         pp_align.STAGGERED,
-        binding=BINDINGS["after"],
+        subject="after",
         model=lambda rank: TagModel(dev, config),
         sampler=RandomAcceptance(0),
         ranks=[0],

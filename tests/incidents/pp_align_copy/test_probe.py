@@ -36,7 +36,7 @@ def test_evidence_names_the_victim_and_the_kernel():
     evidence = pp_align_copy.judge("batch-row-index", "before")["evidence"]
     assert "block 1 of slot 3 wrong" in evidence["observed"]
     assert "block 6 of slot 2 wrong" in evidence["observed"]
-    assert evidence["place"].startswith("postcopy_kernel (align_copy.py:")
+    assert evidence["place"].startswith("postcopy_kernel (kernels.py:")
     assert evidence["detail"]["consumed_at_once"] == "every block and every count as in the reference"
 
 

@@ -1,7 +1,7 @@
 """Arms of incident `pp-align-copy`: the late copies through another request's block ids, controls, random workloads.
 
 Every function takes JSON-able arguments, runs in a process of its own and returns a dictionary. A subject is a key of
-`BINDINGS`: `before`, `after`, and each half of the fix alone.
+`fix.SUBJECTS`: `before`, `after`, and each half of the fix alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from specmortem import device as devices
 from specmortem.detect import bounds
 from specmortem.device import Device
 from specmortem.errors import BadInputError
+from specmortem.incidents.pp_align_copy import fix
 from specmortem.incidents.pp_align_copy.engine.decode_graphs import DecodeGraphs
 from specmortem.incidents.pp_align_copy.engine.pipeline import Pipeline, RandomAcceptance, Run
 from specmortem.incidents.pp_align_copy.engine.ranks import run_ranks
@@ -34,7 +35,7 @@ from specmortem.incidents.pp_align_copy.engine.recurrent_model import (
 )
 from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, BatchRow, EngineConfig, Request
 from specmortem.incidents.pp_align_copy.engine.tag_model import TagModel
-from specmortem.incidents.pp_align_copy.engine.worker import BINDINGS, Copied, Copies, Worker
+from specmortem.incidents.pp_align_copy.engine.worker import Copied, Copies, Worker
 from specmortem.incidents.pp_align_copy.kernels import AFTER, Guards
 from specmortem.isolation import Device as DeviceName
 
@@ -57,12 +58,6 @@ REPORTED = EngineConfig(
     num_blocks=61,
     max_model_len=262_144,
 )
-
-
-def _binding(subject: str) -> Any:
-    if subject not in BINDINGS:
-        raise BadInputError(f"subject {subject!r} is not one of {', '.join(BINDINGS)}")
-    return BINDINGS[subject]
 
 
 def _controlled(control: str, config: EngineConfig) -> tuple[EngineConfig, Sequence[Request]]:
@@ -100,7 +95,7 @@ def control(
         dev,
         config,
         requests,
-        binding=_binding(subject),
+        subject=subject,
         model=lambda rank: said.models[rank],
         sampler=sampler,
         drafter=said.drafter,
@@ -143,7 +138,7 @@ def prefix_hits(subject: str, device: str = "sim", pp_size: int = 2, length: int
         dev,
         config,
         STAGGERED,
-        binding=_binding(subject),
+        subject=subject,
         model=lambda rank: said.models[rank],
         sampler=GreedyVerifier(said.models[-1]),
         drafter=said.drafter,
@@ -198,7 +193,7 @@ def _told(copied: Copied) -> str:
     move = copied.move
     of = f"request {copied.victim}" if copied.victim is not None else "nobody"
     return (
-        f"step {copied.step}, rank {copied.rank}: the copy of request {copied.request} (slot {move.slot}) read row "
+        f"step {copied.step}, rank {copied.rank}: the copy of request {copied.request} (slot {move.req_idx}) read row "
         f"{move.row} and went from block {move.src_block} to block {move.dst_block}, of {of} ({copied.lane})"
     )
 
@@ -215,7 +210,6 @@ def ranks(
 
     `requests`: that many random requests, a new one every four steps, instead of the small case's four.
     """
-    _binding(subject)
     asked = _stream_of(requests) if requests else STAGGERED
     seen = run_ranks(world_size, subject, SMALL, asked, device, copies, width, timeout_s=120 + requests)
     outputs, expected = seen[0]["outputs"], seen[0]["expected"]
@@ -269,7 +263,7 @@ class _Account:
             dev,
             config,
             requests,
-            binding=_binding(subject),
+            subject=subject,
             model=lambda rank: self.model,
             sampler=sampler,
             copies=copies,
@@ -435,10 +429,9 @@ def _watching(worker: Worker) -> Iterator[bounds.Watch]:
     """Rows of the table that the copies read, and the pool behind every address that they are given."""
     states = worker.states
     with bounds.watch() as watch:
-        if worker.binding.row == "batch":
+        if worker.guards.row is fix.batch_row:
             watch.rows(states.tables[0], of=bounds.program(0), name="block_table", owner_name="batch row")
-        watch.pointers(states.table_ptrs, *states.tables, name="table_ptrs")
-        watch.pointers(states.bases, *(state.tensor for state in states.states), name="bases")
+        watch.pointers(states.descriptors, *states.tables, *(state.tensor for state in states.states))
         yield watch
 
 
@@ -575,4 +568,4 @@ def _drawn(copied: Copied) -> dict[str, Any]:
 
 def cells() -> list[tuple[str, str]]:
     """Subjects x controls."""
-    return list(itertools.product(BINDINGS, CONTROLS))
+    return list(itertools.product(fix.SUBJECTS, CONTROLS))

@@ -14,9 +14,7 @@ Both copies shift the convolution window left by `bias` accepted tokens and take
 
 The kernels have one guard a cause, off one at a time in `BEFORE` (released code: vllm/v1/worker/mamba_utils.py):
 
-- `row`: a table with one row a request slot is read at the slot. Up to 0.31.0 the row is the batch index, into a table
-  that every step gathers anew (479 and 613 in 0.31.0; since 0.32.0 481 and 612, and mamba_hybrid.py:175 binds the
-  persistent table). Row and table are chosen apart here: `Guards.row`, and the tables that `AlignStates` is given;
+- `row`: which row of the table belongs to a request, see `fix`; the table itself is one of those of `AlignStates`;
 - `snapshot`: accepted counts are read from a copy while programs reset them (in place up to 0.27.1, line 253);
 - `ordered_shift`: a shift inside one block goes token by token (as one copy by several warps up to 0.28.0);
 - `in_row`: a column outside the row is not used (never checked; mamba_hybrid.py:118 in 0.31.0 computes one with the
@@ -28,8 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import gcd, prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
@@ -37,18 +34,18 @@ import triton.language as tl
 
 from specmortem._interpreter import mend
 from specmortem.errors import BadInputError
+from specmortem.incidents.pp_align_copy.fix import batch_row, request_slot
 
 mend()
 
 NULL_BLOCK = 0
-Row = Literal["batch", "slot"]
 
 
 @dataclass(frozen=True)
 class Guards:
     """What a kernel takes care of; the defaults are `AFTER`."""
 
-    row: Row = "slot"
+    row: Any = request_slot
     snapshot: bool = True
     ordered_shift: bool = True
     in_row: bool = True
@@ -57,7 +54,7 @@ class Guards:
 
 AFTER = Guards()
 BEFORE: Mapping[str, Guards] = {
-    "batch-row-index": replace(AFTER, row="batch"),
+    "batch-row-index": replace(AFTER, row=batch_row),
     "accepted-written-in-place": replace(AFTER, snapshot=False),
     "overlapping-shift": replace(AFTER, ordered_shift=False),
     "seed-column-divisor": replace(AFTER, in_row=False),
@@ -75,7 +72,7 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class State:
+class RecurrentState:
     """A state of one layer: [blocks, ...]; a convolution window is [blocks, conv_width, D], 0 means temporal.
 
     The content of a block is contiguous; blocks may lie apart (`stride(0)` counts, as in padded pages).
@@ -103,34 +100,26 @@ class State:
 class AlignStates:
     """Block tables, one int32 [rows, columns] a group, and states, flattened for the kernels.
 
-    The tensors are held: addresses into them stay good. `block_strides` counts bytes.
+    A row of `descriptors` has the table's address, its row stride and columns, and the state's address, bytes from
+    block to block, bytes of one token and conv width. The tensors are held: addresses into them stay good.
     """
 
     tables: list[torch.Tensor]
-    states: list[State]
-    table_ptrs: torch.Tensor = field(init=False)  # int64 [groups]
-    bases: torch.Tensor = field(init=False)  # int64 [states]
-    block_strides: torch.Tensor = field(init=False)  # int64 [states]
-    elem_sizes: torch.Tensor = field(init=False)  # int32 [states]
-    inner_sizes: torch.Tensor = field(init=False)  # int64 [states]
-    conv_widths: torch.Tensor = field(init=False)  # int32 [states]
-    groups: torch.Tensor = field(init=False)  # int32 [states]
+    states: list[RecurrentState]
+    descriptors: torch.Tensor = field(init=False)  # int64 [states, 7]
 
     def __post_init__(self) -> None:
         """Check that the tables are alike and that every state has one, and flatten."""
         self._check()
-        tensors = [s.tensor for s in self.states]
-        columns: dict[str, tuple[torch.dtype, list[int]]] = {
-            "table_ptrs": (torch.int64, [t.data_ptr() for t in self.tables]),
-            "bases": (torch.int64, [t.data_ptr() for t in tensors]),
-            "block_strides": (torch.int64, [t.stride(0) * t.element_size() for t in tensors]),
-            "elem_sizes": (torch.int32, [t.element_size() for t in tensors]),
-            "inner_sizes": (torch.int64, [s.inner for s in self.states]),
-            "conv_widths": (torch.int32, [s.conv_width for s in self.states]),
-            "groups": (torch.int32, [s.group for s in self.states]),
-        }
-        for name, (dtype, values) in columns.items():
-            object.__setattr__(self, name, torch.tensor(values, dtype=dtype, device=self.tables[0].device))
+        rows = [self._descriptor(state) for state in self.states]
+        descriptors = torch.tensor(rows, dtype=torch.int64, device=self.tables[0].device)
+        object.__setattr__(self, "descriptors", descriptors)
+
+    def _descriptor(self, state: RecurrentState) -> list[int]:
+        table, tensor = self.tables[state.group], state.tensor
+        of_table = [table.data_ptr(), table.stride(0), self.columns]
+        size = tensor.element_size()
+        return [*of_table, tensor.data_ptr(), tensor.stride(0) * size, state.inner * size, state.conv_width]
 
     def _check(self) -> None:
         if not self.tables or not self.states:
@@ -163,7 +152,7 @@ class AlignStates:
 
 
 @dataclass(frozen=True)
-class Counters:
+class AlignCounters:
     """Per-slot bookkeeping, int32 [slots] each; `snapshot` is the copy of `num_accepted` that `postcopy` reads."""
 
     state_idx: torch.Tensor  # running column, -1: none yet
@@ -174,7 +163,7 @@ class Counters:
     snapshot: torch.Tensor
 
     @classmethod
-    def empty(cls, slots: int, device: torch.device | str = "cpu") -> Counters:
+    def empty(cls, slots: int, device: torch.device | str = "cpu") -> AlignCounters:
         """No request in any slot."""
 
         def full(value: int) -> torch.Tensor:
@@ -201,10 +190,10 @@ def seed_column(num_computed: int, block_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Move:
-    """One copy: request `slot`, table `row` read for it, and what goes where in `state`."""
+class StateCopy:
+    """One copy: the request in slot `req_idx`, table `row` read for it, and what goes where in `state`."""
 
-    slot: int
+    req_idx: int
     row: int
     state: int
     src_col: int
@@ -215,59 +204,65 @@ class Move:
 
 
 def reference_preprocess(
-    counters: Counters, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, block_size: int
+    counters: AlignCounters, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, block_size: int
 ) -> None:
     """Bookkeeping of one step, request by request; the contract of `preprocess`."""
     loc = query_start_loc.tolist()
     columns, counts, computed = (
         c.tolist() for c in (counters.state_idx, counters.num_accepted, counters.num_computed)
     )
-    for batch, slot in enumerate(idx_mapping.tolist()):
-        if slot < 0:
+    for batch, req_idx in enumerate(idx_mapping.tolist()):
+        if req_idx < 0:
             continue
-        old, accepted = columns[slot], counts[slot]
-        after = computed[slot] + loc[batch + 1] - loc[batch]
+        old, accepted = columns[req_idx], counts[req_idx]
+        after = computed[req_idx] + loc[batch + 1] - loc[batch]
         new = -(-after // block_size) - 1
-        counters.src_col[slot], counters.src_off[slot] = old, max(accepted - 1, 0)
-        counters.state_idx[slot] = new
+        counters.src_col[req_idx], counters.src_off[req_idx] = old, max(accepted - 1, 0)
+        counters.state_idx[req_idx] = new
         if old >= 0 and old != new:
-            counters.num_accepted[slot] = 1
+            counters.num_accepted[req_idx] = 1
 
 
 def plan_precopy(
-    states: AlignStates, counters: Counters, idx_mapping: torch.Tensor, row: Row = "slot"
-) -> list[Move]:
+    states: AlignStates, counters: AlignCounters, idx_mapping: torch.Tensor, row: Any = request_slot
+) -> list[StateCopy]:
     """The copies before the forward; nothing is changed."""
     src, dst, bias = (c.tolist() for c in (counters.src_col, counters.state_idx, counters.src_off))
     moves = []
-    for batch, slot in enumerate(idx_mapping.tolist()):
-        if slot >= 0 and 0 <= src[slot] != dst[slot]:
-            at = slot if row == "slot" else batch
-            moves += _moves(states, slot, at, src[slot], dst[slot], bias[slot])
+    for batch, req_idx in enumerate(idx_mapping.tolist()):
+        if req_idx >= 0 and 0 <= src[req_idx] != dst[req_idx]:
+            at = row.fn(batch, req_idx)
+            moves += _moves(states, req_idx, at, src[req_idx], dst[req_idx], bias[req_idx])
     return moves
 
 
 def plan_postcopy(
-    states: AlignStates, counters: Counters, idx_mapping: torch.Tensor, block_size: int, row: Row = "slot"
-) -> tuple[list[Move], list[int]]:
+    states: AlignStates,
+    counters: AlignCounters,
+    idx_mapping: torch.Tensor,
+    block_size: int,
+    row: Any = request_slot,
+) -> tuple[list[StateCopy], list[int]]:
     """The copies after sampling, and the slots whose accepted count goes back to 1; nothing is changed."""
     src, new, accepted = (
         c.tolist() for c in (counters.state_idx, counters.num_computed, counters.num_accepted)
     )
     moves, reset = [], []
-    for batch, slot in enumerate(idx_mapping.tolist()):
-        running = new[slot] - accepted[slot] + 1
-        aligned = new[slot] // block_size * block_size
-        if slot < 0 or aligned < running:
+    for batch, req_idx in enumerate(idx_mapping.tolist()):
+        running = new[req_idx] - accepted[req_idx] + 1
+        aligned = new[req_idx] // block_size * block_size
+        if req_idx < 0 or aligned < running:
             continue
         dst_col, bias = aligned // block_size - 1, aligned - running
-        if src[slot] == dst_col:
-            reset.append(slot)
-        moves += _moves(states, slot, slot if row == "slot" else batch, src[slot], dst_col, bias)
+        if src[req_idx] == dst_col:
+            reset.append(req_idx)
+        moves += _moves(states, req_idx, row.fn(batch, req_idx), src[req_idx], dst_col, bias)
     return moves, reset
 
 
-def _moves(states: AlignStates, slot: int, row: int, src_col: int, dst_col: int, bias: int) -> list[Move]:
+def _moves(
+    states: AlignStates, req_idx: int, row: int, src_col: int, dst_col: int, bias: int
+) -> list[StateCopy]:
     moves = []
     for number, state in enumerate(states.states):
         from_col, shift = (src_col, bias) if state.conv_width else (src_col + bias, 0)
@@ -277,11 +272,11 @@ def _moves(states: AlignStates, slot: int, row: int, src_col: int, dst_col: int,
         ids = table[row].tolist()
         src, dst = ids[from_col], ids[dst_col]
         if NULL_BLOCK not in (src, dst) and (src != dst or shift):
-            moves.append(Move(slot, row, number, from_col, dst_col, src, dst, shift))
+            moves.append(StateCopy(req_idx, row, number, from_col, dst_col, src, dst, shift))
     return moves
 
 
-def perform(states: AlignStates, moves: list[Move]) -> None:
+def perform(states: AlignStates, moves: list[StateCopy]) -> None:
     """Do the copies, one after the other."""
     for move in moves:
         state = states.states[move.state]
@@ -291,8 +286,8 @@ def perform(states: AlignStates, moves: list[Move]) -> None:
 
 
 def reference_precopy(
-    states: AlignStates, counters: Counters, idx_mapping: torch.Tensor, row: Row = "slot"
-) -> list[Move]:
+    states: AlignStates, counters: AlignCounters, idx_mapping: torch.Tensor, row: Any = request_slot
+) -> list[StateCopy]:
     """Copy before the forward, move by move; the contract of `precopy`."""
     moves = plan_precopy(states, counters, idx_mapping, row)
     perform(states, moves)
@@ -300,104 +295,18 @@ def reference_precopy(
 
 
 def reference_postcopy(
-    states: AlignStates, counters: Counters, idx_mapping: torch.Tensor, block_size: int, row: Row = "slot"
-) -> list[Move]:
+    states: AlignStates,
+    counters: AlignCounters,
+    idx_mapping: torch.Tensor,
+    block_size: int,
+    row: Any = request_slot,
+) -> list[StateCopy]:
     """Copy after sampling, move by move, and reset accepted counts; the contract of `postcopy`."""
     moves, reset = plan_postcopy(states, counters, idx_mapping, block_size, row)
     perform(states, moves)
-    for slot in reset:
-        counters.num_accepted[slot] = 1
+    for req_idx in reset:
+        counters.num_accepted[req_idx] = 1
     return moves
-
-
-@dataclass(frozen=True)
-class ShiftOrders:
-    """Every order in which warps can take their loads and stores of one shift inside a block.
-
-    `example` is one of the wrong orders: (warp, "load" or "store", first byte, bytes) a step.
-    """
-
-    orders: int
-    wrong: int
-    example: tuple[tuple[int, str, int, int], ...] = ()
-
-
-def shift_orders(
-    width: int, bias: int, token_bytes: int, *, warps: int = 4, warp_bytes: int = 512, ordered: bool = False
-) -> ShiftOrders:
-    """Enumerate the shift of a window [width, token_bytes] to the left by `bias` tokens.
-
-    A warp moves `warp_bytes` with one load and one store and takes its own steps in order; warps do not wait for
-    each other. `ordered` goes token by token, else the window is one run of bytes.
-    Raises BadInputError when there is too much to enumerate.
-    """
-    if not 0 <= bias < width or min(token_bytes, warps, warp_bytes) < 1:
-        raise BadInputError(f"a shift of {width} tokens of {token_bytes} bytes by {bias} is no shift")
-    grain = gcd(token_bytes, warp_bytes)
-    run = token_bytes if ordered else (width - bias) * token_bytes
-    programs = _warp_steps(width - bias, bias * token_bytes, run, token_bytes, warps, warp_bytes)
-    if (found := prod(len(p) + 1 for p in programs)) > 100_000:
-        raise BadInputError(f"{found} states are too many to enumerate; use fewer warps or a smaller window")
-    return _Orders(programs, width * token_bytes // grain, bias * token_bytes // grain, grain).count()
-
-
-_Step = tuple[str, int, int]
-
-
-def _warp_steps(
-    tokens: int, shift: int, run: int, token_bytes: int, warps: int, warp_bytes: int
-) -> list[list[_Step]]:
-    """For each warp its loads and stores (kind, first byte, bytes), over runs of `run` bytes."""
-    programs: list[list[_Step]] = [[] for _ in range(warps)]
-    for start in range(0, tokens * token_bytes, run):
-        for number, at in enumerate(range(start, start + run, warp_bytes)):
-            size = min(warp_bytes, start + run - at)
-            programs[number % warps] += [("load", at + shift, size), ("store", at, size)]
-    return programs
-
-
-class _Orders:
-    """Counts paths through (steps taken, memory, registers), each such state once."""
-
-    def __init__(self, programs: list[list[_Step]], grains: int, shift: int, grain: int) -> None:
-        self.programs, self.grain = programs, grain
-        self.memory = tuple(range(grains))
-        self.right = self.memory[shift:] + self.memory[grains - shift :]
-        self.known: dict[Any, ShiftOrders] = {}
-
-    def count(self) -> ShiftOrders:
-        """All orders from the beginning."""
-        return self._from((0,) * len(self.programs), self.memory, ((),) * len(self.programs))
-
-    def _from(self, taken: tuple[int, ...], memory: Any, registers: Any) -> ShiftOrders:
-        state = taken, memory, registers
-        if state not in self.known:
-            self.known[state] = self._branch(taken, memory, registers)
-        return self.known[state]
-
-    def _branch(self, taken: tuple[int, ...], memory: Any, registers: Any) -> ShiftOrders:
-        orders = wrong = 0
-        example: tuple[tuple[int, str, int, int], ...] = ()
-        for warp, program in enumerate(self.programs):
-            if taken[warp] < len(program):
-                kind, first, size = program[taken[warp]]
-                rest = self._from(*self._step(warp, kind, first, size, taken, memory, registers))
-                orders, wrong = orders + rest.orders, wrong + rest.wrong
-                if rest.wrong and not example:
-                    example = ((warp, kind, first, size), *rest.example)
-        if orders:
-            return ShiftOrders(orders, wrong, example)
-        return ShiftOrders(1, int(memory != self.right))
-
-    def _step(
-        self, warp: int, kind: str, first: int, size: int, taken: tuple[int, ...], memory: Any, registers: Any
-    ) -> tuple[tuple[int, ...], Any, Any]:
-        at, end = first // self.grain, (first + size) // self.grain
-        held = memory[at:end] if kind == "load" else ()
-        if kind == "store":
-            memory = memory[:at] + registers[warp] + memory[end:]
-        taken = (*taken[:warp], taken[warp] + 1, *taken[warp + 1 :])
-        return taken, memory, (*registers[:warp], held, *registers[warp + 1 :])
 
 
 @triton.jit
@@ -430,15 +339,7 @@ def _copy_state(
     src_col,
     dst_col,
     bias,
-    table_ptrs,
-    row_stride,
-    columns,
-    bases,
-    block_strides,
-    elem_sizes,
-    inner_sizes,
-    conv_widths,
-    groups,
+    descriptors,
     ORDERED_SHIFT: tl.constexpr,
     IN_ROW: tl.constexpr,
     SKIP_NULL: tl.constexpr,
@@ -446,17 +347,16 @@ def _copy_state(
     BLOCK: tl.constexpr,
 ):
     """Copy state program_id(1) of one request from column to column."""
-    state, tile = tl.program_id(1), tl.program_id(2)
-    width = tl.load(conv_widths + state)
+    of_state, tile = descriptors + 7 * tl.program_id(1), tl.program_id(2)
+    table = tl.load(of_state).to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * tl.load(of_state + 1)
+    columns = tl.load(of_state + 2).to(tl.int32)
+    base, stride = tl.load(of_state + 3), tl.load(of_state + 4)
+    unit, width = tl.load(of_state + 5), tl.load(of_state + 6).to(tl.int32)
     is_conv = width > 0
     from_col = tl.where(is_conv, src_col, src_col + bias)
     shift = tl.where(is_conv, bias, 0)
     in_row = (from_col >= 0) & (from_col < columns) & (dst_col >= 0) & (dst_col < columns)
     usable = in_row | (not IN_ROW)  # guard: in_row
-    base, stride = tl.load(bases + state), tl.load(block_strides + state)
-    unit = tl.load(inner_sizes + state) * tl.load(elem_sizes + state)
-    table = tl.load(table_ptrs + tl.load(groups + state)).to(tl.pointer_type(tl.int32))
-    table += row.to(tl.int64) * row_stride
     src_block = tl.load(table + from_col, mask=usable, other=0).to(tl.int64)
     dst_block = tl.load(table + dst_col, mask=usable, other=0).to(tl.int64)
     is_state = (src_block != 0) & (dst_block != 0)
@@ -478,7 +378,7 @@ def _copy_state(
 
 @triton.jit
 def preprocess_kernel(
-    idx_mapping,  # [N] batch index -> slot, -1: nobody
+    idx_mapping,  # [N] batch index -> req_idx, -1: nobody
     query_start_loc,  # [N + 1]
     state_idx,  # [slots], in and out
     num_computed,  # [slots]
@@ -491,18 +391,18 @@ def preprocess_kernel(
 ):
     batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_batch = batch < num_reqs
-    slot = tl.load(idx_mapping + batch, mask=in_batch, other=-1)
-    live = slot >= 0
+    req_idx = tl.load(idx_mapping + batch, mask=in_batch, other=-1)
+    live = req_idx >= 0
     first = tl.load(query_start_loc + batch, mask=live, other=0)
     end = tl.load(query_start_loc + batch + 1, mask=live, other=0)
-    old = tl.load(state_idx + slot, mask=live, other=-1)
-    accepted = tl.load(num_accepted + slot, mask=live, other=1)
-    after = tl.load(num_computed + slot, mask=live, other=0) + end - first
+    old = tl.load(state_idx + req_idx, mask=live, other=-1)
+    accepted = tl.load(num_accepted + req_idx, mask=live, other=1)
+    after = tl.load(num_computed + req_idx, mask=live, other=0) + end - first
     new = (after + block_size - 1) // block_size - 1
-    tl.store(src_col + slot, old, mask=live)
-    tl.store(src_off + slot, tl.maximum(accepted - 1, 0), mask=live)
-    tl.store(state_idx + slot, new, mask=live)
-    tl.store(num_accepted + slot, 1, mask=live & (old >= 0) & (old != new))
+    tl.store(src_col + req_idx, old, mask=live)
+    tl.store(src_off + req_idx, tl.maximum(accepted - 1, 0), mask=live)
+    tl.store(state_idx + req_idx, new, mask=live)
+    tl.store(num_accepted + req_idx, 1, mask=live & (old >= 0) & (old != new))
 
 
 @triton.jit
@@ -511,16 +411,8 @@ def precopy_kernel(
     state_idx,  # [slots], running column
     src_col,  # [slots]
     src_off,  # [slots]
-    table_ptrs,
-    row_stride,
-    columns,
-    bases,
-    block_strides,
-    elem_sizes,
-    inner_sizes,
-    conv_widths,
-    groups,
-    BY_SLOT: tl.constexpr,
+    descriptors,  # [states, 7]
+    ROW: tl.constexpr,  # of `fix`: batch row and request slot -> row of the table
     ORDERED_SHIFT: tl.constexpr,
     IN_ROW: tl.constexpr,
     SKIP_NULL: tl.constexpr,
@@ -528,30 +420,14 @@ def precopy_kernel(
     BLOCK: tl.constexpr,
 ):
     batch = tl.program_id(0)
-    slot = tl.load(idx_mapping + batch)
-    if slot >= 0:
-        row = slot if BY_SLOT else batch  # guard: row of precopy
-        source, target = tl.load(src_col + slot), tl.load(state_idx + slot)
+    req_idx = tl.load(idx_mapping + batch)
+    if req_idx >= 0:
+        row = ROW(batch, req_idx)  # guard: row of precopy
+        source, target = tl.load(src_col + req_idx), tl.load(state_idx + req_idx)
         if (source >= 0) & (source != target):
+            bias = tl.load(src_off + req_idx)
             _copy_state(
-                row,
-                source,
-                target,
-                tl.load(src_off + slot),
-                table_ptrs,
-                row_stride,
-                columns,
-                bases,
-                block_strides,
-                elem_sizes,
-                inner_sizes,
-                conv_widths,
-                groups,
-                ORDERED_SHIFT,
-                IN_ROW,
-                SKIP_NULL,
-                TILES,
-                BLOCK,
+                row, source, target, bias, descriptors, ORDERED_SHIFT, IN_ROW, SKIP_NULL, TILES, BLOCK
             )
 
 
@@ -563,16 +439,8 @@ def postcopy_kernel(
     accepted_in,  # [slots]
     accepted_out,  # [slots]
     block_size,
-    table_ptrs,
-    row_stride,
-    columns,
-    bases,
-    block_strides,
-    elem_sizes,
-    inner_sizes,
-    conv_widths,
-    groups,
-    BY_SLOT: tl.constexpr,
+    descriptors,  # [states, 7]
+    ROW: tl.constexpr,  # of `fix`: batch row and request slot -> row of the table
     ORDERED_SHIFT: tl.constexpr,
     IN_ROW: tl.constexpr,
     SKIP_NULL: tl.constexpr,
@@ -580,40 +448,24 @@ def postcopy_kernel(
     BLOCK: tl.constexpr,
 ):
     batch = tl.program_id(0)
-    slot = tl.load(idx_mapping + batch)
-    if slot >= 0:
-        row = slot if BY_SLOT else batch  # guard: row of postcopy
-        new = tl.load(num_computed + slot)
-        running = new - tl.load(accepted_in + slot) + 1
+    req_idx = tl.load(idx_mapping + batch)
+    if req_idx >= 0:
+        row = ROW(batch, req_idx)  # guard: row of postcopy
+        new = tl.load(num_computed + req_idx)
+        running = new - tl.load(accepted_in + req_idx) + 1
         aligned = new // block_size * block_size
         if aligned >= running:
-            source, target = tl.load(state_idx + slot), aligned // block_size - 1
+            source, target = tl.load(state_idx + req_idx), aligned // block_size - 1
             if (source == target) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-                tl.store(accepted_out + slot, 1)
+                tl.store(accepted_out + req_idx, 1)
+            bias = aligned - running
             _copy_state(
-                row,
-                source,
-                target,
-                aligned - running,
-                table_ptrs,
-                row_stride,
-                columns,
-                bases,
-                block_strides,
-                elem_sizes,
-                inner_sizes,
-                conv_widths,
-                groups,
-                ORDERED_SHIFT,
-                IN_ROW,
-                SKIP_NULL,
-                TILES,
-                BLOCK,
+                row, source, target, bias, descriptors, ORDERED_SHIFT, IN_ROW, SKIP_NULL, TILES, BLOCK
             )
 
 
 def preprocess(
-    counters: Counters,
+    counters: AlignCounters,
     idx_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
     block_size: int,
@@ -640,7 +492,7 @@ def preprocess(
 
 def precopy(
     states: AlignStates,
-    counters: Counters,
+    counters: AlignCounters,
     idx_mapping: torch.Tensor,
     guards: Guards = AFTER,
     tuning: Tuning | None = None,
@@ -653,7 +505,7 @@ def precopy(
 
 def postcopy(
     states: AlignStates,
-    counters: Counters,
+    counters: AlignCounters,
     idx_mapping: torch.Tensor,
     block_size: int,
     guards: Guards = AFTER,
@@ -671,31 +523,25 @@ def postcopy(
 def _launch(
     kernel: Any,
     states: AlignStates,
-    counters: Counters,
+    counters: AlignCounters,
     idx_mapping: torch.Tensor,
     arguments: tuple[Any, ...],
     guards: Guards,
     tuning: Tuning | None,
 ) -> None:
     n, rows = _check_batch(idx_mapping), states.tables[0].shape[0]
-    needed = n if guards.row == "batch" else counters.state_idx.shape[0]
+    needed = n if guards.row is batch_row else counters.state_idx.shape[0]
     if rows < needed:
-        raise BadInputError(f"block tables have {rows} rows; indexed by {guards.row} they need {needed}")
+        raise BadInputError(
+            f"block tables have {rows} rows; indexed by {guards.row.__name__} they need {needed}"
+        )
     chosen = tuning or Tuning()
     tiles = chosen.tiles or min(16, triton.cdiv(states.widest, 8 * chosen.block))
     kernel[(n, len(states.states), tiles)](
         idx_mapping,
         *arguments,
-        states.table_ptrs,
-        states.tables[0].stride(0),
-        states.columns,
-        states.bases,
-        states.block_strides,
-        states.elem_sizes,
-        states.inner_sizes,
-        states.conv_widths,
-        states.groups,
-        BY_SLOT=guards.row == "slot",
+        states.descriptors,
+        ROW=guards.row,
         ORDERED_SHIFT=guards.ordered_shift,
         IN_ROW=guards.in_row,
         SKIP_NULL=guards.skip_null,

@@ -24,9 +24,15 @@ import triton
 
 from specmortem import upstream
 from specmortem.detect import bounds
-from specmortem.incidents.pp_align_copy import INCIDENT
+from specmortem.incidents.pp_align_copy import INCIDENT, fix
 from specmortem.incidents.pp_align_copy import kernels as align_copy
-from specmortem.incidents.pp_align_copy.kernels import AFTER, BEFORE, AlignStates, Counters, State
+from specmortem.incidents.pp_align_copy.kernels import (
+    AFTER,
+    BEFORE,
+    AlignCounters,
+    AlignStates,
+    RecurrentState,
+)
 from specmortem.upstream.vllm_files import HYBRID, MAMBA, POSTCOPY
 from specmortem.verdict import Evidence, Verdict
 
@@ -54,7 +60,7 @@ class Rig:
     persistent: torch.Tensor = field(init=False)  # int32 [slots, columns]
     gathered: torch.Tensor = field(init=False)  # int32 [slots, columns], row = batch index
     num_computed: torch.Tensor = field(init=False)  # int32 [slots]
-    states: list[State] = field(init=False)
+    states: list[RecurrentState] = field(init=False)
 
     def __post_init__(self) -> None:
         """Fill tables and states; equal rigs hold equal numbers."""
@@ -69,7 +75,7 @@ class Rig:
         for _ in range(LAYERS):
             conv = torch.rand(BLOCKS, WIDTH, INNER, generator=g).to(self.device)
             temporal = torch.rand(BLOCKS, TEMPORAL, generator=g).to(self.device)
-            self.states += [State(conv, conv_width=WIDTH), State(temporal)]
+            self.states += [RecurrentState(conv, conv_width=WIDTH), RecurrentState(temporal)]
 
     def gather(self, slots: Sequence[int]) -> None:
         """Begin a step: the batch's rows in batch order."""
@@ -103,8 +109,8 @@ class Worker(Protocol):
     def accepted(self) -> list[int]:
         """Accepted counts by slot."""
 
-    def bound(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The vectors of table addresses and of state addresses that the kernels are given."""
+    def addresses(self) -> list[torch.Tensor]:
+        """The tensors of addresses that the kernels are given; a table's comes first."""
 
 
 class _Own:
@@ -115,10 +121,10 @@ class _Own:
         self.rig, self.plain = rig, plain
         self.guards = BEFORE[cause] if before else AFTER
         self.divisor = rig.attention_block_size if before else rig.block_size
-        table = rig.persistent if self.guards.row == "slot" else rig.gathered
-        self.states = AlignStates([table], rig.states)
-        self.counters = Counters.empty(SLOTS, rig.device)
-        self.counters = Counters(**{**vars(self.counters), "num_computed": rig.num_computed})
+        lookup = fix.before if cause == "batch-row-index" and before else fix.after
+        self.states = AlignStates([lookup(rig).table], rig.states)
+        self.counters = AlignCounters.empty(SLOTS, rig.device)
+        self.counters = AlignCounters(**{**vars(self.counters), "num_computed": rig.num_computed})
 
     def add(self, slot: int, num_computed: int) -> None:
         self.counters.state_idx[slot] = align_copy.seed_column(num_computed, self.divisor)
@@ -148,8 +154,8 @@ class _Own:
     def accepted(self) -> list[int]:
         return [int(x) for x in self.counters.num_accepted]
 
-    def bound(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.states.table_ptrs, self.states.bases
+    def addresses(self) -> list[torch.Tensor]:
+        return [self.states.descriptors]
 
 
 class _BaseState:
@@ -266,9 +272,9 @@ class _Released:
     def accepted(self) -> list[int]:
         return [int(x) for x in self.state.num_accepted_tokens_gpu]
 
-    def bound(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def addresses(self) -> list[torch.Tensor]:
         context = self.state._mamba_ctx
-        return context.block_table_ptrs, context.state_base_addrs
+        return [context.block_table_ptrs, context.state_base_addrs]
 
 
 @dataclass(frozen=True)
@@ -374,7 +380,6 @@ def _watched(rig: Rig, worker: Worker, slots: Sequence[int]) -> AbstractContextM
 
 @contextmanager
 def _watching(rig: Rig, worker: Worker, slots: Sequence[int]) -> Iterator[bounds.Watch]:
-    tables, bases = worker.bound()
     of = bounds.mapped(slots)
     with bounds.watch(perform_mapped=True) as watch:
         watch.rows(rig.persistent, of=of, name="block_table", owner_name="slot")
@@ -382,8 +387,8 @@ def _watching(rig: Rig, worker: Worker, slots: Sequence[int]) -> Iterator[bounds
         for number, state in enumerate(rig.states):
             name = f"{'conv' if state.conv_width else 'temporal'}{number // 2}"
             watch.blocks(state.tensor, rig.owners(), of=of, name=name, owner_name="slot")
-        watch.pointers(tables, rig.persistent, rig.gathered, name="table_ptrs")
-        watch.pointers(bases, *(state.tensor for state in rig.states), name="bases")
+        for addresses in worker.addresses():
+            watch.pointers(addresses, rig.persistent, rig.gathered, *(state.tensor for state in rig.states))
         yield watch
 
 

@@ -18,7 +18,14 @@ from specmortem import upstream
 from specmortem.errors import BadInputError
 from specmortem.incidents.pp_align_copy import kernels as align_copy
 from specmortem.incidents.pp_align_copy import probe
-from specmortem.incidents.pp_align_copy.kernels import AFTER, BEFORE, AlignStates, Counters, State, Tuning
+from specmortem.incidents.pp_align_copy.kernels import (
+    AFTER,
+    BEFORE,
+    AlignCounters,
+    AlignStates,
+    RecurrentState,
+    Tuning,
+)
 from specmortem.upstream.vllm_files import MAMBA
 
 BLOCK_SIZE = 64  # tokens; a window of more has biases of up to 63
@@ -46,8 +53,14 @@ class ReleasedCopies:
     """
 
     def __init__(self, tree: upstream.Tree, states: AlignStates, slots: int, block_size: int) -> None:
-        where, number = states.bases.device, len(states.states)
+        where, number = states.descriptors.device, len(states.states)
         self.states = states  # held: the kernels have addresses only
+        tensors = [s.tensor for s in states.states]
+        bases, strides = states.descriptors[:, 3].contiguous(), states.descriptors[:, 4].contiguous()
+
+        def column(dtype: torch.dtype, values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=where)
+
         self.context = SimpleNamespace(
             is_initialized=True,
             num_states=number,
@@ -55,14 +68,14 @@ class ReleasedCopies:
             num_state_types=1,
             block_size=block_size,
             num_accepted_tokens_out=torch.zeros(slots, dtype=torch.int32, device=where),
-            block_table_ptrs=states.table_ptrs,
+            block_table_ptrs=column(torch.int64, [t.data_ptr() for t in states.tables]),
             block_table_stride_req=states.tables[0].stride(0),
-            state_base_addrs=states.bases,
-            state_block_strides=states.block_strides,
-            state_elem_sizes=states.elem_sizes,
-            state_inner_sizes=states.inner_sizes,
-            state_conv_widths=states.conv_widths,
-            state_group_indices=states.groups,
+            state_base_addrs=bases,
+            state_block_strides=strides,
+            state_elem_sizes=column(torch.int32, [t.element_size() for t in tensors]),
+            state_inner_sizes=column(torch.int64, [s.inner for s in states.states]),
+            state_conv_widths=column(torch.int32, [s.conv_width for s in states.states]),
+            state_group_indices=column(torch.int32, [s.group for s in states.states]),
             state_dim_row_count=torch.zeros(number, dtype=torch.int32, device=where),
             state_dim_row_stride=torch.zeros(number, dtype=torch.int64, device=where),
         )
@@ -76,11 +89,11 @@ class ReleasedCopies:
             for name in ("run_fused_precopy", "run_fused_postprocess_align")
         )
 
-    def precopy(self, c: Counters, idx_mapping: torch.Tensor) -> None:
+    def precopy(self, c: AlignCounters, idx_mapping: torch.Tensor) -> None:
         """The copies before the forward."""
         self._pre(self.context, len(idx_mapping), c.state_idx, c.src_col, c.src_off, idx_mapping)
 
-    def postcopy(self, c: Counters, idx_mapping: torch.Tensor) -> None:
+    def postcopy(self, c: AlignCounters, idx_mapping: torch.Tensor) -> None:
         """The copies after sampling, and the reset of accepted counts."""
         self._post(self.context, len(idx_mapping), c.num_accepted, c.state_idx, c.num_computed, idx_mapping)
 
@@ -137,8 +150,10 @@ class _Windows:
         size = (layers, 1 + requests, shape.width, shape.inner)
         self.pool = torch.empty(size, dtype=shape.torch_dtype, device=where)
         self.table = torch.zeros(requests, 4, dtype=torch.int32, device=where)
-        self.states = AlignStates([self.table], [State(part, conv_width=shape.width) for part in self.pool])
-        self.counters = Counters.empty(requests, where)
+        self.states = AlignStates(
+            [self.table], [RecurrentState(part, conv_width=shape.width) for part in self.pool]
+        )
+        self.counters = AlignCounters.empty(requests, where)
         self.mapping = torch.arange(requests, dtype=torch.int32, device=where)
         self.bias = torch.zeros(requests, dtype=torch.int64, device=where)
 
@@ -334,9 +349,8 @@ def _column_rig(where: str) -> probe.Rig:
 
 def _word_behind_the_row(rig: probe.Rig, worker: probe.Worker) -> int:
     """The int32 at column 8399 of row 0; read on the host, within the small pool."""
-    tables, _ = worker.bound()
     words = rig.persistent.as_strided((SMALL_POOL_WORDS,), (1,), 0)
-    row = (int(tables[0]) - words.data_ptr()) // words.element_size()
+    row = (int(worker.addresses()[0].flatten()[0]) - words.data_ptr()) // words.element_size()
     return int(words[row + align_copy.seed_column(COMPUTED, ATTENTION_BLOCK)])
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pandas as pd
 
 from specmortem import study
-from specmortem.incidents.pp_align_copy import arms
-from specmortem.incidents.pp_align_copy.engine.worker import BINDINGS
+from specmortem.incidents.pp_align_copy import arms, fix
 from specmortem.isolation import Arm, ArmResult, run_arms
 from specmortem.verdict import DeviceKind, Evidence, Row
 
@@ -88,7 +87,7 @@ def random_rows(seed: int, workloads: int, device: DeviceKind = "sim") -> list[R
     """Random workloads: all after, an eighth before, a fortieth with each half. On CUDA through the kernels."""
     rows, parts = [], PARTS[device]
     copies = "plain" if device == "sim" else "triton"
-    for subject in BINDINGS:
+    for subject in fix.SUBJECTS:
         each = -(-workloads // (parts * {"after": 1, "before": 8}.get(subject, 40)))
         kwargs = {"subject": subject, "workloads": each, "device": device, "copies": copies}
         asked = [

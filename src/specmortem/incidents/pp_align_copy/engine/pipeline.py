@@ -24,7 +24,7 @@ from specmortem.incidents.pp_align_copy.engine.scheduler import (
     Scheduler,
     _no_drafts,
 )
-from specmortem.incidents.pp_align_copy.engine.worker import Binding, Copied, Copies, Graphs, Model, Worker
+from specmortem.incidents.pp_align_copy.engine.worker import Copied, Copies, Graphs, Model, Worker
 from specmortem.incidents.pp_align_copy.kernels import AFTER, Guards
 
 
@@ -76,7 +76,7 @@ class Pipeline:
         config: EngineConfig,
         requests: Sequence[Request],
         *,
-        binding: Binding,
+        subject: str,
         model: Callable[[int], Model],
         sampler: Sampler,
         drafter: Drafter = _no_drafts,
@@ -93,7 +93,7 @@ class Pipeline:
                 device,
                 config,
                 model(rank),
-                binding,
+                subject,
                 rank=rank,
                 late=rank < last,
                 copies=copies,

@@ -23,7 +23,7 @@ from specmortem import device as devices
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.incidents.pp_align_copy.engine.recurrent_model import GreedyVerifier, Speech, speech
 from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, EngineConfig, Request, Scheduler
-from specmortem.incidents.pp_align_copy.engine.worker import BINDINGS, Copies, Worker
+from specmortem.incidents.pp_align_copy.engine.worker import Copies, Worker
 from specmortem.isolation import Arm, Device, run_arms
 
 TIMEOUT_S = 120
@@ -117,7 +117,7 @@ def run_rank(
     rank: int,
     world_size: int,
     meeting: str,
-    binding: str,
+    subject: str,
     config: Mapping[str, int],
     requests: Sequence[Sequence[Any]],
     device: Literal["sim", "cuda"] = "sim",
@@ -132,7 +132,7 @@ def run_rank(
     asked = [Request(name, tuple(prompt), *rest) for name, prompt, *rest in requests]
     said = speech(dev, settings, asked, width)
     late = rank < world_size - 1
-    worker = Worker(dev, settings, said.models[rank], BINDINGS[binding], rank=rank, late=late, copies=copies)
+    worker = Worker(dev, settings, said.models[rank], subject, rank=rank, late=late, copies=copies)
     group = _join(rank, world_size, meeting, device)
     try:
         one = Rank(rank, worker, Scheduler(settings, asked, said.drafter), said, width, group)
@@ -182,7 +182,7 @@ def _join(rank: int, world_size: int, meeting: str, device: str) -> Any:
 
 def run_ranks(
     world_size: int,
-    binding: str,
+    subject: str,
     config: EngineConfig,
     requests: Sequence[Request],
     device: Device = "sim",
@@ -200,7 +200,7 @@ def run_ranks(
         shared = {
             "world_size": world_size,
             "meeting": str(Path(folder) / "meeting"),
-            "binding": binding,
+            "subject": subject,
             "config": vars(config),
             "requests": [[r.name, list(r.prompt), r.max_tokens, r.arrives, r.aborts] for r in requests],
             "device": device,

@@ -24,7 +24,7 @@ from specmortem.device import Device
 from specmortem.errors import BadInputError
 from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, EngineConfig, Request
 from specmortem.incidents.pp_align_copy.engine.worker import Layout
-from specmortem.incidents.pp_align_copy.kernels import State
+from specmortem.incidents.pp_align_copy.kernels import RecurrentState
 
 DIM = 16
 
@@ -45,7 +45,7 @@ class RecurrentModel:
         self.decay = torch.sigmoid(self._weight(own, DIM) + 1)
         self.conv = device.zeros((config.num_blocks, width, DIM), torch.float32, name="conv")
         self.ssm = device.zeros((config.num_blocks, DIM), torch.float32, name="ssm")
-        self.states = [State(self.conv, conv_width=width), State(self.ssm)]
+        self.states = [RecurrentState(self.conv, conv_width=width), RecurrentState(self.ssm)]
 
     def _weight(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(self.device.torch_device)

@@ -17,7 +17,7 @@ import torch
 from specmortem.device import Device
 from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, BatchRow, EngineConfig
 from specmortem.incidents.pp_align_copy.engine.worker import Layout
-from specmortem.incidents.pp_align_copy.kernels import State
+from specmortem.incidents.pp_align_copy.kernels import RecurrentState
 
 PER_REQUEST = 1 << 20
 Array = npt.NDArray[Any]
@@ -40,7 +40,7 @@ class TagModel:
         width = self.window + config.num_speculative_tokens
         conv = device.zeros((config.num_blocks, max(1, width), 1), torch.float64, name="conv")
         ssm = device.zeros((config.num_blocks, 1), torch.float64, name="ssm")
-        self.states = [State(conv, conv_width=max(1, width)), State(ssm)]
+        self.states = [RecurrentState(conv, conv_width=max(1, width)), RecurrentState(ssm)]
         self.wrong: list[WrongStart] = []
 
     def forward(self, batch: Batch, layout: Layout, hidden: torch.Tensor | None) -> None:

@@ -6,8 +6,7 @@
 4. The forward.
 5. Hand on where this step's output will be found: the last rank consumes it at once, any other pp_size steps later.
 
-Between 5 and the 1 that belongs to it, other batches were gathered. `Binding` says what the copies read: the batch's
-table at the batch row (`before`), or the persistent table at the request's slot (`after`).
+Between 5 and the 1 that belongs to it, other batches were gathered; `fix` says what the copies read then.
 """
 
 from __future__ import annotations
@@ -25,27 +24,20 @@ from specmortem.incidents.pp_align_copy.engine.block_tables import BlockTables
 from specmortem.incidents.pp_align_copy.engine.pool import poison
 from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, EngineConfig
 from specmortem.incidents.pp_align_copy.engine.slots import Slots, Ticket
-from specmortem.incidents.pp_align_copy.kernels import AFTER, AlignStates, Counters, Guards, Move, Row, State
+from specmortem.incidents.pp_align_copy.fix import lookup_of
+from specmortem.incidents.pp_align_copy.kernels import (
+    AFTER,
+    AlignCounters,
+    AlignStates,
+    Guards,
+    RecurrentState,
+    StateCopy,
+)
 from specmortem.kernels import Backend
 
 T = TypeVar("T")
 Copies = Backend
 Lane = Literal["live-neighbour", "other-block", "stale-tail"]
-
-
-class Binding(NamedTuple):
-    """Which table the copies read, and at which row."""
-
-    row: Row
-    table: Literal["gathered", "persistent"]
-
-
-BINDINGS = {
-    "before": Binding("batch", "gathered"),
-    "row-only": Binding("slot", "gathered"),
-    "table-only": Binding("batch", "persistent"),
-    "after": Binding("slot", "persistent"),
-}
 
 
 class Ring(Generic[T]):
@@ -68,13 +60,13 @@ class Layout(NamedTuple):
 
     table: torch.Tensor  # int32 [rows, columns]
     slots: torch.Tensor  # int64 [rows]
-    counters: Counters
+    counters: AlignCounters
 
 
 class Model(Protocol):
     """The layers of one rank."""
 
-    states: list[State]
+    states: list[RecurrentState]
 
     def forward(self, batch: Batch, layout: Layout, hidden: torch.Tensor | None) -> torch.Tensor | None:
         """Advance the states by a batch; `hidden` comes from the rank before and goes to the next."""
@@ -101,7 +93,7 @@ class Copied:
     rank: int
     when: Literal["pre", "post"]
     request: int
-    move: Move
+    move: StateCopy
     in_place: bool
     lane: Lane | None = None
     victim: int | None = None
@@ -124,24 +116,24 @@ class Worker:
         device: Device,
         config: EngineConfig,
         model: Model,
-        binding: Binding,
+        subject: str,
         *,
         rank: int = 0,
         late: bool = True,
         copies: Copies = "plain",
         guards: Guards = AFTER,
     ) -> None:
-        self.device, self.config, self.model, self.binding = device, config, model, binding
+        self.device, self.config, self.model = device, config, model
         self.rank, self.late, self.copies = rank, late, copies
-        self.guards = replace(guards, row=binding.row)
         self.slots = Slots(config.max_num_seqs)
         self.tables = BlockTables(device, config.max_num_seqs, config.max_blocks)
-        self.counters = Counters.empty(config.max_num_seqs + 1, device.torch_device)
+        self.counters = AlignCounters.empty(config.max_num_seqs + 1, device.torch_device)
         self.counters.state_idx[config.max_num_seqs] = 0
         nobody = torch.empty(0, dtype=torch.int64, device=device.torch_device)
         self.layout = Layout(self.tables.gathered, nobody, self.counters)
         self.graphs: Graphs | None = None
-        table = self.tables.gathered if binding.table == "gathered" else self.tables.persistent
+        table, row = lookup_of(subject, self.tables)
+        self.guards = replace(guards, row=row)
         self.states = AlignStates([table], model.states)
         self.blocks: dict[int, list[int]] = {}
         self.ring: Ring[_Pending] = Ring(config.pp_size if late else 0)
@@ -149,8 +141,8 @@ class Worker:
         self.copied: list[Copied] = []
         self.missed = 0
         self.on_leave: Callable[[int], None] = lambda name: None
-        self._moves: list[Move] = []
-        self._wanted: list[Move] = []
+        self._moves: list[StateCopy] = []
+        self._wanted: list[StateCopy] = []
         self._hidden: torch.Tensor | None = None
 
     def begin(self, batch: Batch) -> None:
@@ -220,7 +212,7 @@ class Worker:
         self.counters.num_accepted[index] = taken
         self._add(self.counters.num_computed, [slots[row] for row in live], [-rejected[row] for row in live])
         mapping = torch.tensor(slots, dtype=torch.int32, device=where)
-        size, row = self.config.block_size, self.binding.row
+        size, row = self.config.block_size, self.guards.row
         post = (self.counters, mapping, size)
         self._wanted, _ = align_copy.plan_postcopy(self.intended, *post)
         if self.copies == "plain":
@@ -275,7 +267,7 @@ class Worker:
         self._audit(batch.step, "pre")
 
     def _preprocess(self, slots: list[int], starts: list[int]) -> None:
-        where, row = self.device.torch_device, self.binding.row
+        where, row = self.device.torch_device, self.guards.row
         mapping = torch.tensor(slots, dtype=torch.int32, device=where)
         loc = torch.tensor(starts, dtype=torch.int32, device=where)
         plain = self.copies == "plain"
@@ -291,16 +283,16 @@ class Worker:
     def _audit(self, step: int, when: Literal["pre", "post"]) -> None:
         """Compare the copies just made with who owns which block, and with those that were wanted."""
         self.device.synchronize()
-        made = {(m.slot, m.state, m.src_block, m.dst_block, m.bias) for m in self._moves}
+        made = {(m.req_idx, m.state, m.src_block, m.dst_block, m.bias) for m in self._moves}
         self.missed += sum(
-            (m.slot, m.state, m.src_block, m.dst_block, m.bias) not in made for m in self._wanted
+            (m.req_idx, m.state, m.src_block, m.dst_block, m.bias) not in made for m in self._wanted
         )
         self.copied += [self._judged(step, when, move) for move in self._moves]
 
-    def _judged(self, step: int, when: Literal["pre", "post"], move: Move) -> Copied:
-        name = self.slots.holder(move.slot)
+    def _judged(self, step: int, when: Literal["pre", "post"], move: StateCopy) -> Copied:
+        name = self.slots.holder(move.req_idx)
         assert isinstance(name, int), "a copy is for a request that has its slot"
-        in_place = when == "post" and move.dst_col == int(self.counters.state_idx[move.slot])
+        in_place = when == "post" and move.dst_col == int(self.counters.state_idx[move.req_idx])
         foreign = [b for b in (move.dst_block, move.src_block) if b not in self.blocks[name]]
         if not foreign:
             return Copied(step, self.rank, when, name, move, in_place)
