@@ -52,7 +52,7 @@ Launch = Callable[[int], object]
 class Case:
     """States of one kind and size in shuffled blocks: slot s copies one block to another in every layer.
 
-    A launch copies for `requests` slots; launch r takes the slots behind those of launch r - 1.
+    A launch copies for `requests` slots; launch r takes the slots after those of launch r - 1.
     """
 
     kind: str

@@ -38,7 +38,7 @@ def test_random_workloads_find_the_fault(subject):
 
 def test_before_hits_neighbours_resets_counts_and_leaves_block_ends_unsaved():
     found = pp_align.random_workloads("before", 60)
-    assert found["lanes"]["live-neighbour"] > 0 and found["nan_starts"] > 0
+    assert found["damage"]["live-neighbour"] > 0 and found["nan_starts"] > 0
     assert found["accepted_resets"] > 0 and found["unsaved_ends"] > 0
 
 
@@ -79,10 +79,10 @@ def test_damage_outlives_its_request_in_a_prefix_cache():
 
 
 def test_a_timeline_shows_owners_and_the_first_wrong_copy():
-    told = pp_align.timeline("before")
-    wrong = [copy for step in told for copy in step["copies"] if copy["lane"]]
+    timeline = pp_align.timeline("before")
+    wrong = [copy for step in timeline for copy in step["copies"] if copy["damage"]]
     assert wrong and all(copy["when"] == "post" for copy in wrong)
-    assert len(told[0]["gathered"]) == pp_align.SMALL.max_num_seqs
+    assert len(timeline[0]["gathered"]) == pp_align.SMALL.max_num_seqs
 
 
 def test_unknown_names_are_refused():

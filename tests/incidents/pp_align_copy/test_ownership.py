@@ -62,9 +62,9 @@ class Engine(RuleBasedStateMachine):
         for _ in range(steps):
             before = {name: set(blocks) for name, blocks in self.owned.items()}
             batch = self.pipeline.step()
-            for name in batch.left:
+            for name in batch.finished_req_ids:
                 del self.owned[name]
-            for name in batch.came:
+            for name in batch.new_req_ids:
                 self.owned[name] = set()
             for name, blocks in batch.blocks.items():
                 self.owned[name] |= set(blocks)
@@ -72,7 +72,7 @@ class Engine(RuleBasedStateMachine):
                 own = (before if copied.when == "post" else self.owned)[copied.request]
                 move = copied.move
                 assert {move.src_block, move.dst_block} <= own, "a copy left its request's blocks"
-                assert copied.lane is None
+                assert copied.damage is None
             self.seen = len(self.worker.copied)
 
     @invariant()

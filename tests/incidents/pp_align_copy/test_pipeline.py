@@ -6,7 +6,7 @@ from specmortem.errors import BadInputError, UnavailableError
 from specmortem.incidents.pp_align_copy import arms as pp_align
 from specmortem.incidents.pp_align_copy.engine.pipeline import Pipeline, RandomAcceptance
 from specmortem.incidents.pp_align_copy.engine.ranks import run_ranks
-from specmortem.incidents.pp_align_copy.engine.recurrent_model import blocked_argmax, expected_text, speech
+from specmortem.incidents.pp_align_copy.engine.recurrent_model import blocked_argmax, expected_text, speak
 from specmortem.incidents.pp_align_copy.engine.scheduler import EngineConfig, Request, Scheduler
 from specmortem.incidents.pp_align_copy.engine.tag_model import TagModel
 from specmortem.isolation import ArmResult
@@ -105,10 +105,10 @@ def test_a_width_that_does_not_divide_the_vocabulary_is_refused(width):
 
 
 def test_the_model_says_different_things_to_different_prompts():
-    said = speech(device.open("sim"), EngineConfig(), pp_align.STAGGERED)
-    assert len({tuple(text) for text in said.texts.values()}) == len(pp_align.STAGGERED)
-    again = expected_text(said.models, pp_align.STAGGERED[0])
-    assert again == said.texts[1]
+    speech = speak(device.open("sim"), EngineConfig(), pp_align.STAGGERED)
+    assert len({tuple(text) for text in speech.texts.values()}) == len(pp_align.STAGGERED)
+    again = expected_text(speech.models, pp_align.STAGGERED[0])
+    assert again == speech.texts[1]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -21,7 +21,7 @@ def shifted(arm, count=8, **change):
 
 def windows(shape=("bfloat16", 6, 6), requests=3, layers=2):
     generator = torch.Generator().manual_seed(0)
-    made = align_shift._Windows(align_shift.Shape(*shape), requests, layers, "cpu", generator)
+    made = align_shift._Windows(align_shift.WindowShape(*shape), requests, layers, "cpu", generator)
     made.fill()
     return made
 
@@ -104,9 +104,9 @@ def test_what_is_expected_is_what_the_reference_does(dtype, inner, width, reques
 
 
 def test_a_launch_fits_its_bytes():
-    large = align_shift.Shape("float32", 1 << 20, 8)
+    large = align_shift.WindowShape("float32", 1 << 20, 8)
     assert align_shift._fitting(large, 256, 16) == 1
-    assert align_shift._fitting(align_shift.Shape("bfloat16", 8, 5), 256, 16) == 256
+    assert align_shift._fitting(align_shift.WindowShape("bfloat16", 8, 5), 256, 16) == 256
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_after_copies_the_state_that_it_should():
     rig, untouched = align_shift._column_rig("cpu"), align_shift._column_rig("cpu")
     worker = probe.subject_of("seed-column-divisor", "after", "sim").on(rig)
     align_shift._start(rig, worker)
-    align_shift._next_step(rig, worker)
-    assert any("block 2 of slot 0" in text for text in probe._differences(rig, untouched))
+    probe.step(rig, worker, 0)
+    assert any("block 2 of slot 0" in text for text in probe.differences(rig, untouched))
     for state in rig.states:
         assert torch.equal(state.tensor[1], state.tensor[2])
 

@@ -83,13 +83,15 @@ def test_ranks_tell_the_devices_that_they_had():
     assert list(table["effect"]) == ["clean", "killed"]
 
 
-def test_lanes_are_summed_over_parts():
+def test_damage_is_summed_over_parts():
     row = Row(align.CAUSE, "random-workloads", "before", "fault", 2, 1, 0, Evidence())
     ended = [
-        ArmResult(Arm("specmortem.incidents.pp_align_copy.arms:random_workloads"), "value", {"lanes": lanes})
-        for lanes in ({"stale-tail": 2}, {"stale-tail": 1, "other-block": 4})
+        ArmResult(
+            Arm("specmortem.incidents.pp_align_copy.arms:random_workloads"), "value", {"damage": damage}
+        )
+        for damage in ({"stale-tail": 2}, {"stale-tail": 1, "other-block": 4})
     ]
-    found = align._with_lanes(row, ended).evidence.detail["lanes"]
+    found = align._with_damage(row, ended).evidence.detail["damage"]
     assert found == {"live-neighbour": 0, "other-block": 4, "stale-tail": 3}
 
 
@@ -120,12 +122,12 @@ def test_a_column_behind_the_row_would_be_seen(monkeypatch):
 
 
 def test_figures_show_what_was_recorded():
-    told = pp_align.timeline("before", 20)
-    rows = align_figures.rows_over_time(told, 2, 20, "rows")
-    late = sum(bool(align_figures._late(step)) for step in told)
+    timeline = pp_align.timeline("before", 20)
+    rows = align_figures.rows_over_time(timeline, 2, 20, "rows")
+    late = sum(bool(align_figures._late(step)) for step in timeline)
     arrows = [p for p in rows.axes[0].patches if type(p).__name__ == "FancyArrowPatch"]
-    assert len(arrows) == sum(len(align_figures._late(step)) for step in told) >= late > 0
-    assert len(align_figures.late_copy(told, 2, "copy").axes) == 3
+    assert len(arrows) == sum(len(align_figures._late(step)) for step in timeline) >= late > 0
+    assert len(align_figures.late_copy(timeline, 2, "copy").axes) == 3
     text = pp_align.control("before")
     figure = align_figures.texts(text["outputs"], text["expected"], 1023, "texts")
     assert len(figure.axes[0].get_yticklabels()) == 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,16 +22,17 @@ from specmortem.device import Device
 from specmortem.errors import BadInputError
 from specmortem.incidents.pp_align_copy import fix
 from specmortem.incidents.pp_align_copy.engine.decode_graphs import DecodeGraphs
-from specmortem.incidents.pp_align_copy.engine.pipeline import Pipeline, RandomAcceptance, Run
+from specmortem.incidents.pp_align_copy.engine.pipeline import Pipeline, PipelineRun, RandomAcceptance
 from specmortem.incidents.pp_align_copy.engine.ranks import run_ranks
 from specmortem.incidents.pp_align_copy.engine.recurrent_model import (
     Carried,
     GreedyVerifier,
     RecurrentModel,
+    Speech,
     continued,
     fresh,
     read,
-    speech,
+    speak,
 )
 from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, BatchRow, EngineConfig, Request
 from specmortem.incidents.pp_align_copy.engine.tag_model import TagModel
@@ -47,6 +48,10 @@ STAGGERED = (
     Request(4, tuple(range(300, 305)), 48, 14),
 )
 LOCK_STEP = (Request(1, (1, 2, 3), 48, 0), Request(2, (4, 5, 6), 48, 0))
+FIGURES = (
+    *("faults", "copies", "wrong_copies", "missed_copies", "accepted_resets"),
+    *("unsaved_ends", "wrong_starts", "nan_starts", "preemptions", "steps"),
+)
 CONTROLS = ("eager", "graphs", "launch-blocking", "pp1", "one-request", "one-seq", "mtp-off", "lock-step")
 STATED = {name: "fault" if name in CONTROLS[:3] else "clean" for name in CONTROLS}
 REPORTED = EngineConfig(
@@ -73,11 +78,28 @@ def _controlled(control: str, config: EngineConfig) -> tuple[EngineConfig, Seque
     return replace(config, **settings.get(control, {})), requests.get(control, STAGGERED)
 
 
+def _pipeline(
+    subject: str, dev: Device, config: EngineConfig, requests: Sequence[Request], width: int, seed: int
+) -> tuple[Pipeline, Speech, GreedyVerifier]:
+    """The small model in every rank, what it should say, and its sampler."""
+    speech = speak(dev, config, requests, width, seed)
+    sampler = GreedyVerifier(speech.models[-1], width)
+    pipeline = Pipeline(
+        dev,
+        config,
+        requests,
+        subject=subject,
+        model=lambda rank: speech.models[rank],
+        sampler=sampler,
+        drafter=speech.drafter,
+    )
+    return pipeline, speech, sampler
+
+
 def control(
     subject: str,
     control: str = "eager",
     device: str = "sim",
-    copies: Copies = "plain",
     pp_size: int = 2,
     width: int = 1024,
     seed: int = 0,
@@ -89,40 +111,30 @@ def control(
     """
     config, requests = _controlled(control, replace(SMALL, pp_size=pp_size))
     dev = devices.open(device, schedule="immediate" if control == "launch-blocking" else "lazy")
-    said = speech(dev, config, requests, width, seed)
-    sampler = GreedyVerifier(said.models[-1], width)
-    pipeline = Pipeline(
-        dev,
-        config,
-        requests,
-        subject=subject,
-        model=lambda rank: said.models[rank],
-        sampler=sampler,
-        drafter=said.drafter,
-        copies=copies,
-        graphs=_graphs(dev, config) if control == "graphs" else None,
-    )
+    pipeline, speech, sampler = _pipeline(subject, dev, config, requests, width, seed)
+    if control == "graphs":
+        for worker, model in zip(pipeline.workers, speech.models, strict=True):
+            worker.graphs = DecodeGraphs(dev, config, model, worker.layout)
     run = pipeline.run()
-    return _account(run, said.texts, width) | {"nan_rows": sampler.nan_rows, "steps": run.steps}
+    return _account(run, speech.texts, width) | {"nan_rows": sampler.nan_rows, "steps": run.steps}
 
 
 class _PrefixCache:
     """What a prefix cache keeps of a request that leaves: each rank's state at the ends of whole blocks."""
 
-    def __init__(self, pipeline: Pipeline, models: Sequence[RecurrentModel]) -> None:
-        self.pipeline, self.models = pipeline, models
+    def __init__(self, worker: Worker, models: Sequence[RecurrentModel]) -> None:
+        self.worker, self.models = worker, models
         self.kept: list[tuple[int, int, Carried]] = []
-        pipeline.workers[-1].on_leave = self._leave
+        worker.on_leave = self._leave
 
-    def _leave(self, name: int) -> None:
+    def _leave(self, req_id: int) -> None:
         """The pool is large enough that no block is handed out twice."""
-        worker = self.pipeline.workers[-1]
-        computed = int(worker.counters.num_computed[worker.slots.of(name)])
-        for column in range(computed // worker.config.block_size):
-            block = worker.blocks[name][column]
+        size = self.worker.config.block_size
+        for column in range(self.worker.num_computed(req_id) // size):
+            block = self.worker.blocks[req_id][column]
             windows = [model.conv[block, : model.window].clone()[None] for model in self.models]
             states = [model.ssm[block].clone()[None] for model in self.models]
-            self.kept.append((name, (column + 1) * worker.config.block_size, Carried(windows, states)))
+            self.kept.append((req_id, (column + 1) * size, Carried(windows, states)))
 
 
 def prefix_hits(subject: str, device: str = "sim", pp_size: int = 2, length: int = 8) -> dict[str, Any]:
@@ -132,69 +144,64 @@ def prefix_hits(subject: str, device: str = "sim", pp_size: int = 2, length: int
     with the first request's last token would leave none.
     """
     config = replace(SMALL, pp_size=pp_size, num_blocks=256)
-    dev = devices.open(device)
-    said = speech(dev, config, STAGGERED)
-    pipeline = Pipeline(
-        dev,
-        config,
-        STAGGERED,
-        subject=subject,
-        model=lambda rank: said.models[rank],
-        sampler=GreedyVerifier(said.models[-1]),
-        drafter=said.drafter,
-    )
-    cache = _PrefixCache(pipeline, said.models)
+    pipeline, speech, _ = _pipeline(subject, devices.open(device), config, STAGGERED, 1024, 0)
+    cache, models = _PrefixCache(pipeline.workers[-1], speech.models), speech.models
     outputs = pipeline.run().outputs
     wrong = []
-    for name, end, carried in cache.kept:
-        known = [*STAGGERED[name - 1].prompt, *outputs[name]]
-        _, right = read(said.models, fresh(said.models), known[:end])
-        text, expected = (continued(said.models, at, known[end : end + 1], length) for at in (carried, right))
+    for req_id, end, carried in cache.kept:
+        known = [*STAGGERED[req_id - 1].prompt, *outputs[req_id]]
+        _, right = read(models, fresh(models), known[:end])
+        text, expected = (continued(models, at, known[end : end + 1], length) for at in (carried, right))
         if text != expected:
-            wrong.append({"request": name, "prefix": end, "text": text, "expected": expected})
-    witness = (
-        "request {request}, first {prefix} tokens: {text} instead of {expected}".format(**wrong[0])
-        if wrong
-        else ""
-    )
+            wrong.append({"request": req_id, "prefix": end, "text": text, "expected": expected})
+    line = "request {request}, first {prefix} tokens: {text} instead of {expected}"
+    witness = line.format(**wrong[0]) if wrong else ""
     return {"prefixes": len(cache.kept), "faults": len(wrong), "hits": wrong, "witness": witness}
 
 
-def _graphs(dev: Device, config: EngineConfig) -> Callable[[Worker], DecodeGraphs]:
-    def of(worker: Worker) -> DecodeGraphs:
-        return DecodeGraphs(dev, config, worker.model, worker.layout)  # type: ignore[arg-type]
-
-    return of
+def _different(outputs: Mapping[Any, list[int]], expected: Mapping[Any, list[int]]) -> list[Any]:
+    return [req_id for req_id, text in sorted(outputs.items()) if text != expected[req_id]]
 
 
-def _account(run: Run, expected: dict[int, list[int]], width: int) -> dict[str, Any]:
-    """What a user sees, and the copies behind it."""
-    differ = [name for name, text in sorted(run.outputs.items()) if text != expected[name]]
-    stuck = [name for name in differ if set(run.outputs[name][-4:]) == {width - 1}]
-    wrong = run.wrong
-    effect = "constant-token" if stuck else "corruption" if differ or wrong or run.missed else "clean"
+def _stuck(outputs: Mapping[Any, list[int]], differ: list[Any], width: int) -> list[Any]:
+    """Texts that end in the last token of the first vocabulary block."""
+    return [req_id for req_id in differ if set(outputs[req_id][-4:]) == {width - 1}]
+
+
+def _effect(stuck: Sequence[Any], *wrong: object) -> str:
+    return "constant-token" if stuck else "corruption" if any(wrong) else "clean"
+
+
+def _account(run: PipelineRun, expected: dict[int, list[int]], width: int) -> dict[str, Any]:
+    """What a user sees, and the copies that led to it."""
+    differ, wrong = _different(run.outputs, expected), run.wrong
+    stuck = _stuck(run.outputs, differ, width)
     return {
-        "effect": effect,
-        "why": _told(wrong[0]) if wrong else f"{run.missed} copies not made" if run.missed else "",
+        "effect": _effect(stuck, differ, wrong, run.missed),
+        "why": _row(wrong[0]) if wrong else f"{run.missed} copies not made" if run.missed else "",
         "texts_wrong": differ,
         "texts_stuck": stuck,
-        "outputs": {str(name): text for name, text in run.outputs.items()},
-        "expected": {str(name): text for name, text in expected.items()},
+        "outputs": {str(req_id): text for req_id, text in run.outputs.items()},
+        "expected": {str(req_id): text for req_id, text in expected.items()},
         "copies": len(run.copied),
         "wrong_copies": len(wrong),
         "missed_copies": run.missed,
         "first_wrong_step": wrong[0].step if wrong else None,
-        "lanes": dict(Counter(str(c.lane) for c in wrong)),
+        "damage": _damage(wrong),
     }
 
 
-def _told(copied: Copied) -> str:
+def _damage(wrong: Sequence[Copied]) -> dict[str, int]:
+    return dict(Counter(str(copied.damage) for copied in wrong))
+
+
+def _row(copied: Copied) -> str:
     """One line about a copy."""
     move = copied.move
     of = f"request {copied.victim}" if copied.victim is not None else "nobody"
     return (
         f"step {copied.step}, rank {copied.rank}: the copy of request {copied.request} (slot {move.req_idx}) read row "
-        f"{move.row} and went from block {move.src_block} to block {move.dst_block}, of {of} ({copied.lane})"
+        f"{move.row} and went from block {move.src_block} to block {move.dst_block}, of {of} ({copied.damage})"
     )
 
 
@@ -213,11 +220,11 @@ def ranks(
     asked = _stream_of(requests) if requests else STAGGERED
     seen = run_ranks(world_size, subject, SMALL, asked, device, copies, width, timeout_s=120 + requests)
     outputs, expected = seen[0]["outputs"], seen[0]["expected"]
-    differ = [name for name, text in sorted(outputs.items()) if text != expected[name]]
-    stuck = [name for name in differ if set(outputs[name][-4:]) == {width - 1}]
+    differ = _different(outputs, expected)
+    stuck = _stuck(outputs, differ, width)
     wrong = [one["wrong"] for one in seen]
     return {
-        "effect": "constant-token" if stuck else "corruption" if differ or any(wrong) else "clean",
+        "effect": _effect(stuck, differ, *wrong),
         "wrong_copies": wrong,
         "copies": [one["copies"] for one in seen],
         "first_wrong_step": [one["first_wrong_step"] for one in seen],
@@ -258,7 +265,7 @@ class _Account:
         guards: Guards = AFTER,
     ) -> None:
         dev = device if isinstance(device, Device) else devices.open(device, schedule="immediate")
-        self.config, self.model = config, TagModel(dev, config)
+        self.config, self.model, self.unsaved = config, TagModel(dev, config), 0
         self.pipeline = Pipeline(
             dev,
             config,
@@ -272,13 +279,13 @@ class _Account:
         )
         self.worker = self.pipeline.workers[0]
         self.worker.on_leave = self._leave
-        self.unsaved = 0
 
-    def _leave(self, name: int) -> None:
+    def _leave(self, req_id: int) -> None:
         """The blocks that a prefix cache would keep; the step in flight is left out."""
-        computed = int(self.worker.counters.num_computed[self.worker.slots.of(name)])
+        computed = self.worker.num_computed(req_id)
         whole = max(0, computed - 1 - self.config.num_speculative_tokens)
-        self.unsaved += len(self.model.unsaved(name, self.worker.blocks[name], whole, self.config.block_size))
+        blocks = self.worker.blocks[req_id]
+        self.unsaved += len(self.model.unsaved(req_id, blocks, whole, self.config.block_size))
 
     def run(self) -> _Account:
         """To the end."""
@@ -289,13 +296,30 @@ class _Account:
     def witness(self) -> str:
         """The first thing that went wrong; empty when nothing did."""
         if self.worker.wrong:
-            return _told(self.worker.wrong[0])
+            return _row(self.worker.wrong[0])
         if self.model.wrong:
             start = self.model.wrong[0]
             return f"step {start.step}: request {start.request} went on from {start.found} after {start.start} tokens"
         if self.worker.missed or self.unsaved:
             return f"{self.worker.missed} copies not made, {self.unsaved} states at block ends not saved"
         return ""
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """What is counted of a workload."""
+        wrong, starts = self.worker.wrong, self.model.wrong
+        return {
+            "faults": bool(self.witness),
+            "copies": len(self.worker.copied),
+            "wrong_copies": len(wrong),
+            "missed_copies": self.worker.missed,
+            "accepted_resets": sum(copied.in_place for copied in wrong),
+            "unsaved_ends": self.unsaved,
+            "wrong_starts": len(starts),
+            "nan_starts": sum(start.found is None for start in starts),
+            "preemptions": self.pipeline.scheduler.preemptions,
+            "steps": len(self.pipeline.batches),
+        }
 
 
 def random_workload(seed: int, most: int = 8) -> tuple[EngineConfig, list[Request]]:
@@ -313,13 +337,13 @@ def random_workload(seed: int, most: int = 8) -> tuple[EngineConfig, list[Reques
     )
     if rng.random() < 0.5:
         config = replace(config, num_blocks=config.max_blocks + 1 + rng.randint(0, config.max_blocks))
-    return config, [_random_request(rng, name, block) for name in range(1, 1 + rng.randint(2, most))]
+    return config, [_random_request(rng, req_id, block) for req_id in range(1, 1 + rng.randint(2, most))]
 
 
-def _random_request(rng: random.Random, name: int, block: int) -> Request:
+def _random_request(rng: random.Random, req_id: int, block: int) -> Request:
     arrives = rng.randint(0, 12)
     aborts = arrives + rng.randint(1, 20) if rng.random() < 0.2 else None
-    return Request(name, (0,) * rng.randint(1, 3 * block), rng.randint(2, 2 * block), arrives, aborts)
+    return Request(req_id, (0,) * rng.randint(1, 3 * block), rng.randint(2, 2 * block), arrives, aborts)
 
 
 def random_workloads(
@@ -328,49 +352,15 @@ def random_workloads(
     """Workloads `seed` … ; one faults when a copy, a start state or a state at a block's end is wrong."""
     torch.set_num_threads(1)
     found: Counter[str] = Counter()
-    lanes: Counter[str] = Counter()
+    damage: Counter[str] = Counter()
     witness = ""
     for number in range(seed, seed + workloads):
         config, requests = random_workload(number)
         one = _Account(subject, config, requests, RandomAcceptance(number), device, copies).run()
-        found += _figures(one)
-        lanes += Counter(str(c.lane) for c in one.worker.wrong)
+        found.update(one.figures)
+        damage.update(_damage(one.worker.wrong))
         witness = witness or (one.witness and f"workload {number}: {one.witness}")
-    return {"workloads": workloads, "seed": seed, "witness": witness, "lanes": dict(lanes), **_counted(found)}
-
-
-FIGURES = (
-    "faults",
-    "copies",
-    "wrong_copies",
-    "missed_copies",
-    "accepted_resets",
-    "unsaved_ends",
-    "wrong_starts",
-    "nan_starts",
-    "preemptions",
-    "steps",
-)
-
-
-def _figures(one: _Account) -> Counter[str]:
-    wrong, starts = one.worker.wrong, one.model.wrong
-    return Counter(
-        faults=bool(one.witness),
-        copies=len(one.worker.copied),
-        wrong_copies=len(wrong),
-        missed_copies=one.worker.missed,
-        accepted_resets=sum(c.in_place for c in wrong),
-        unsaved_ends=one.unsaved,
-        wrong_starts=len(starts),
-        nan_starts=sum(start.found is None for start in starts),
-        preemptions=one.pipeline.scheduler.preemptions,
-        steps=len(one.pipeline.batches),
-    )
-
-
-def _counted(found: Counter[str]) -> dict[str, int]:
-    return {name: found[name] for name in FIGURES}
+    return {"workloads": workloads, "seed": seed, "witness": witness, "damage": dict(damage), **found}
 
 
 def same_as_reference(
@@ -486,9 +476,9 @@ def interleavings(subject: str, decisions: int = 2) -> dict[str, Any]:
             return _Account(subject, SMALLEST, requests, _Scripted(bits), dev).run().witness
 
         runs = devices.enumerate_schedules(program)
-        told = [str(run.outcome) for run in runs]
-        cases, explored, faults = cases + 1, explored + runs.explored, faults + sum(map(bool, told))
-        witness = witness or next((f"{name}: {one}" for one in told if one), "")
+        found = [str(run.outcome) for run in runs if run.outcome]
+        cases, explored, faults = cases + 1, explored + runs.explored, faults + len(found)
+        witness = witness or (f"{name}: {found[0]}" if found else "")
     return {"interleavings": explored, "cases": cases, "faults": faults, "witness": witness}
 
 
@@ -515,24 +505,21 @@ def reported_workload(
     ]
     config = replace(REPORTED, pp_size=pp_size, max_num_seqs=max_num_seqs)
     one = _Account(subject, config, asked, RandomAcceptance(seed, rate))
-    pipeline, wrong_at = one.pipeline, None
+    pipeline = one.pipeline
     while not pipeline.scheduler.done and not one.model.wrong:
         pipeline.step()
-        if wrong_at is None and one.worker.wrong:
-            wrong_at = one.worker.wrong[0]
-    damage = one.model.wrong[0] if one.model.wrong else None
+    wrong = one.worker.wrong
+    first = {"step": wrong[0].step, "request": wrong[0].request, "why": _row(wrong[0])} if wrong else None
     return {
         "seed": seed,
         "steps": len(pipeline.batches),
         "finished": len(pipeline.scheduler.finished),
         "copies": len(one.worker.copied),
-        "wrong_copies": len(one.worker.wrong),
-        "lanes": dict(Counter(str(c.lane) for c in one.worker.wrong)),
-        "first_wrong_copy": None
-        if wrong_at is None
-        else {"step": wrong_at.step, "request": wrong_at.request, "why": _told(wrong_at)},
-        "first_damage": None if damage is None else damage._asdict(),
-        "accepted_resets": sum(c.in_place for c in one.worker.wrong),
+        "wrong_copies": len(wrong),
+        "damage": _damage(wrong),
+        "first_wrong_copy": first,
+        "first_damage": one.model.wrong[0]._asdict() if one.model.wrong else None,
+        "accepted_resets": sum(copied.in_place for copied in wrong),
     }
 
 
@@ -542,30 +529,25 @@ def timeline(subject: str, steps: int = 30, seed: int = 0) -> list[dict[str, Any
     `gathered` has a list a row: [block, owner] pairs, owner None for nobody.
     """
     one = _Account(subject, SMALL, STAGGERED, RandomAcceptance(seed))
-    told: list[dict[str, Any]] = []
-    while len(told) < steps and not one.pipeline.scheduler.done:
+    shown: list[dict[str, Any]] = []
+    while len(shown) < steps and not one.pipeline.scheduler.done:
         before = len(one.worker.copied)
         batch = one.pipeline.step()
-        owner = {block: name for name, blocks in one.worker.blocks.items() for block in blocks}
+        owner = {block: req_id for req_id, blocks in one.worker.blocks.items() for block in blocks}
         table = one.worker.tables.gathered[: SMALL.max_num_seqs].tolist()
-        told.append(
+        shown.append(
             {
                 "step": batch.step,
-                "rows": [row.name for row in batch.rows],
+                "rows": [row.req_id for row in batch.rows],
                 "decodes": sum(row.decode for row in batch.rows),
-                "slots": {str(name): one.worker.slots.of(name) for name in one.worker.blocks},
+                "req_idxs": {str(req_id): one.worker.slots.of(req_id) for req_id in one.worker.blocks},
                 "gathered": [[[block, owner.get(block)] for block in row] for row in table],
                 "copies": [_drawn(copied) for copied in one.worker.copied[before:]],
             }
         )
-    return told
+    return shown
 
 
 def _drawn(copied: Copied) -> dict[str, Any]:
-    fields = {"request": copied.request, "when": copied.when, "lane": copied.lane, "victim": copied.victim}
-    return {**vars(copied.move), **fields, "in_place": copied.in_place}
-
-
-def cells() -> list[tuple[str, str]]:
-    """Subjects x controls."""
-    return list(itertools.product(fix.SUBJECTS, CONTROLS))
+    shown = ("request", "when", "damage", "victim", "in_place")
+    return vars(copied.move) | {name: getattr(copied, name) for name in shown}

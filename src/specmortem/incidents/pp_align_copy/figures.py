@@ -1,4 +1,4 @@
-"""Figures of `pp-align-copy`: table rows over time, one late copy, lanes of damage, texts, the reported workload."""
+"""Figures of `pp-align-copy`: table rows over time, one late copy, kinds of damage, texts, the reported workload."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _colour(request: int | None) -> str:
     return "white" if request is None else REQUEST_COLOURS[(request - 1) % len(REQUEST_COLOURS)]
 
 
-def rows_over_time(told: Sequence[Record], pp_size: int, steps: int, title: str) -> Figure:
+def rows_over_time(timeline: Sequence[Record], pp_size: int, steps: int, title: str) -> Figure:
     """Who sits in which batch row, step by step, and the row that each late copy reads when it is made.
 
-    `told` is `pp_align.timeline`; a copy before step t belongs to the batch of step t - pp_size and reads the table of
+    `timeline` is `arms.timeline`; a copy before step t belongs to the batch of step t - pp_size and reads the table of
     step t - 1.
     """
-    shown = told[:steps]
+    shown = timeline[:steps]
     made, (ax,) = figure(1, 3.4, title)
     height = max(len(step["rows"]) for step in shown)
     for step in shown:
@@ -53,7 +53,7 @@ def _late(step: Record) -> list[Record]:
 
 def _late_arrow(ax: Axes, step: int, copy: Record, origin: Record) -> None:
     source = origin["rows"].index(copy["request"])
-    wrong = copy["lane"] is not None
+    wrong = copy["damage"] is not None
     arrow = FancyArrowPatch(
         (origin["step"] + 0.5, 0.8 - source),
         (step - 0.5, 0.8 - copy["row"]),
@@ -66,12 +66,12 @@ def _late_arrow(ax: Axes, step: int, copy: Record, origin: Record) -> None:
     ax.add_patch(arrow)
 
 
-def late_copy(told: Sequence[Record], pp_size: int, title: str) -> Figure:
+def late_copy(timeline: Sequence[Record], pp_size: int, title: str) -> Figure:
     """The first wrong copy: the table that its batch was gathered into, the one that it reads, and the right one."""
-    at = next(step["step"] for step in told if any(copy["lane"] for copy in step["copies"]))
-    copy = next(c for c in told[at]["copies"] if c["lane"])
-    origin, last = told[at - pp_size], told[at - 1]
-    persistent = {slot: _row_of(told[at], int(name)) for name, slot in told[at]["slots"].items()}
+    at = next(step["step"] for step in timeline if any(copy["damage"] for copy in step["copies"]))
+    copy = next(c for c in timeline[at]["copies"] if c["damage"])
+    origin, last = timeline[at - pp_size], timeline[at - 1]
+    persistent = {slot: _row_of(timeline[at], int(name)) for name, slot in timeline[at]["req_idxs"].items()}
     columns = 1 + max(copy["src_col"], copy["dst_col"], 3)
     made, axes = figure(3, 5.6, title)
     _table(
@@ -90,7 +90,7 @@ def late_copy(told: Sequence[Record], pp_size: int, title: str) -> Figure:
         _slots(persistent, columns),
     )
     _copy_arrow(axes[1], copy["row"], copy, FAULT)
-    _copy_arrow(axes[2], sorted(persistent).index(copy["slot"]), copy, GOOD)
+    _copy_arrow(axes[2], sorted(persistent).index(copy["req_idx"]), copy, GOOD)
     return made
 
 
@@ -135,7 +135,7 @@ def _copy_arrow(ax: Axes, row: int, copy: Record, colour: str) -> None:
     ax.text(4.2, 0.4 - row, note, color=colour, fontsize=9, va="center")
 
 
-def lanes(counts: Mapping[str, int], title: str, unit: str) -> Figure:
+def damage(counts: Mapping[str, int], title: str, unit: str) -> Figure:
     """How often each kind of damage was counted."""
     made, (ax,) = figure(1, 0.45 * len(counts) + 1.0, title)
     bars = ax.barh(list(counts), list(counts.values()), color=[FAULT] * len(counts))

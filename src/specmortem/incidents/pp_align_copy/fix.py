@@ -28,12 +28,12 @@ class Lookup(NamedTuple):
     row: Any
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def batch_row(batch: tl.tensor, req_idx: tl.tensor) -> tl.tensor:
     return batch
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def request_slot(batch: tl.tensor, req_idx: tl.tensor) -> tl.tensor:
     return req_idx
 

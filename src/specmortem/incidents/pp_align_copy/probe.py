@@ -1,7 +1,7 @@
 """Probes of incident `pp-align-copy`; each runs in an isolated process.
 
-A subject becomes a `Worker`: something that adds requests, prepares a step and takes in what a step sampled, over the
-tables and states of a `Rig`. This package's arms, the released state class with its released kernels, and the plain
+A subject becomes an `AlignWorker`: something that adds requests, prepares a step and takes in what a step sampled, over
+the tables and states of a `Rig`. This package's arms, the released state class with its released kernels, and the plain
 reference are driven by the same scenario on equal rigs; what the subject's rig holds afterwards is compared with the
 reference's. Released code is `MambaHybridModelState` itself, on a stub of its base class: it binds the tables that it
 binds in the engine, so that a tree with half of the fix is judged by what it does.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import triton
+from triton.runtime import interpreter
 
 from specmortem import upstream
 from specmortem.detect import bounds
@@ -42,9 +43,8 @@ BLOCK_SIZE, K = 8, 2
 SLOTS, COLUMNS, BLOCKS = 4, 5, 12
 WIDTH, INNER, TEMPORAL, LAYERS = 3 + K, 72, 16, 2
 WARP, WARPS = 32, 4
+STATE_NAMES = [f"{kind}{layer}" for layer in range(LAYERS) for kind in ("conv", "temporal")]
 TRITON = str(Path(triton.__file__).parent)
-
-
 PROBES = {probe.cause: probe for probe in INCIDENT.probes}
 
 
@@ -91,19 +91,19 @@ class Rig:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
-class Worker(Protocol):
-    """What a scenario drives. Slots, lengths and counts are in batch order."""
+class AlignWorker(Protocol):
+    """What a scenario drives. Request slots, lengths and counts are in batch order."""
 
-    def add(self, slot: int, num_computed: int) -> None:
+    def add(self, req_idx: int, num_computed: int) -> None:
         """A request starts in a slot."""
 
-    def prepare(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+    def prepare(self, req_idxs: Sequence[int], lengths: Sequence[int]) -> None:
         """Before the forward of a step; the rig has gathered its rows."""
 
-    def consume(self, slots: Sequence[int], sampled: Sequence[int]) -> None:
+    def consume(self, req_idxs: Sequence[int], sampled: Sequence[int]) -> None:
         """After sampling, perhaps steps later; the rig holds the advanced counts."""
 
-    def running_column(self, slot: int) -> int:
+    def running_column(self, req_idx: int) -> int:
         """The running column of a slot."""
 
     def accepted(self) -> list[int]:
@@ -113,7 +113,7 @@ class Worker(Protocol):
         """The tensors of addresses that the kernels are given; a table's comes first."""
 
 
-class _Own:
+class OwnCopies:
     """This package's kernels, or with `plain` the reference."""
 
     def __init__(self, rig: Rig, cause: str, arm: str, plain: bool = False) -> None:
@@ -126,12 +126,12 @@ class _Own:
         self.counters = AlignCounters.empty(SLOTS, rig.device)
         self.counters = AlignCounters(**{**vars(self.counters), "num_computed": rig.num_computed})
 
-    def add(self, slot: int, num_computed: int) -> None:
-        self.counters.state_idx[slot] = align_copy.seed_column(num_computed, self.divisor)
-        self.counters.num_accepted[slot] = 1
+    def add(self, req_idx: int, num_computed: int) -> None:
+        self.counters.state_idx[req_idx] = align_copy.seed_column(num_computed, self.divisor)
+        self.counters.num_accepted[req_idx] = 1
 
-    def prepare(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        mapping = self.rig.vector(slots)
+    def prepare(self, req_idxs: Sequence[int], lengths: Sequence[int]) -> None:
+        mapping = self.rig.vector(req_idxs)
         loc = self.rig.vector([sum(lengths[:i]) for i in range(len(lengths) + 1)])
         if self.plain:
             align_copy.reference_preprocess(self.counters, mapping, loc, self.rig.block_size)
@@ -140,16 +140,16 @@ class _Own:
             align_copy.preprocess(self.counters, mapping, loc, self.rig.block_size)
             align_copy.precopy(self.states, self.counters, mapping, self.guards)
 
-    def consume(self, slots: Sequence[int], sampled: Sequence[int]) -> None:
-        mapping = self.rig.vector(slots)
+    def consume(self, req_idxs: Sequence[int], sampled: Sequence[int]) -> None:
+        mapping = self.rig.vector(req_idxs)
         self.counters.num_accepted[mapping.long()] = self.rig.vector([max(s, 1) for s in sampled])
         if self.plain:
             align_copy.reference_postcopy(self.states, self.counters, mapping, self.rig.block_size)
         else:
             align_copy.postcopy(self.states, self.counters, mapping, self.rig.block_size, self.guards)
 
-    def running_column(self, slot: int) -> int:
-        return int(self.counters.state_idx[slot])
+    def running_column(self, req_idx: int) -> int:
+        return int(self.counters.state_idx[req_idx])
 
     def accepted(self) -> list[int]:
         return [int(x) for x in self.counters.num_accepted]
@@ -202,7 +202,7 @@ def _stand_ins(tree: upstream.Tree) -> dict[str, Any]:
     }
 
 
-class _Released:
+class ReleasedState:
     """The state class of a release, bound to a rig as the model runner binds it."""
 
     def __init__(self, rig: Rig, tree: upstream.Tree) -> None:
@@ -251,23 +251,25 @@ class _Released:
             get_mamba_state_copy_funcs=lambda types: dict.fromkeys(types, functions),
         )
 
-    def add(self, slot: int, num_computed: int) -> None:
-        self.state.add_request(slot, SimpleNamespace(num_computed_tokens=num_computed))
+    def add(self, req_idx: int, num_computed: int) -> None:
+        self.state.add_request(req_idx, SimpleNamespace(num_computed_tokens=num_computed))
 
-    def prepare(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        rig, n = self.rig, len(slots)
+    def prepare(self, req_idxs: Sequence[int], lengths: Sequence[int]) -> None:
+        rig, n = self.rig, len(req_idxs)
         batch = SimpleNamespace(
             num_reqs=n,
-            idx_mapping=rig.vector(slots),
+            idx_mapping=rig.vector(req_idxs),
             query_start_loc=rig.vector([sum(lengths[:i]) for i in range(n + 1)]),
         )
         self.state.preprocess_state(batch, (rig.gathered[:n],), self.config, rig.num_computed)
 
-    def consume(self, slots: Sequence[int], sampled: Sequence[int]) -> None:
-        self.state.postprocess_state(self.rig.vector(slots), self.rig.vector(sampled), self.rig.num_computed)
+    def consume(self, req_idxs: Sequence[int], sampled: Sequence[int]) -> None:
+        self.state.postprocess_state(
+            self.rig.vector(req_idxs), self.rig.vector(sampled), self.rig.num_computed
+        )
 
-    def running_column(self, slot: int) -> int:
-        return int(self.state._mamba_state_idx_gpu[slot])
+    def running_column(self, req_idx: int) -> int:
+        return int(self.state._mamba_state_idx_gpu[req_idx])
 
     def accepted(self) -> list[int]:
         return [int(x) for x in self.state.num_accepted_tokens_gpu]
@@ -278,7 +280,7 @@ class _Released:
 
 
 @dataclass(frozen=True)
-class Subject:
+class AlignSubject:
     """A subject, and the hashes of the bodies that are judged."""
 
     name: str
@@ -287,9 +289,9 @@ class Subject:
     hashes: dict[str, str]
     tree: upstream.Tree | None = None
 
-    def on(self, rig: Rig) -> Worker:
+    def on(self, rig: Rig) -> AlignWorker:
         """The subject's worker over a rig."""
-        return _Own(rig, self.cause, self.name) if self.tree is None else _Released(rig, self.tree)
+        return OwnCopies(rig, self.cause, self.name) if self.tree is None else ReleasedState(rig, self.tree)
 
 
 def judge(cause: str, subject: str, device: str = "sim") -> dict[str, Any]:
@@ -301,29 +303,28 @@ def judge(cause: str, subject: str, device: str = "sim") -> dict[str, Any]:
     return verdict.as_dict()
 
 
-def subject_of(cause: str, name: str, device: str) -> Subject:
+def subject_of(cause: str, name: str, device: str) -> AlignSubject:
     """The subject of a name.
 
     Raises upstream.NotPresentError when a released tree has no align copies in this runner.
     """
     where = "cuda" if device == "cuda" else "cpu"
     if name in ("before", "after"):
-        return Subject(name, where, cause, {})
+        return AlignSubject(name, where, cause, {})
     tree = upstream.resolve(name)
     bodies = {kernel: upstream.body_hash(tree, MAMBA, kernel) for kernel in (PRECOPY, POSTCOPY)}
-    return Subject(name, where, cause, bodies, tree)
+    return AlignSubject(name, where, cause, bodies, tree)
 
 
-Scenario = Callable[[Rig, Worker], None]
+Scenario = Callable[[Rig, AlignWorker], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Aftermath:
     """What a scenario left behind on a subject: blocks that differ from the reference's, and counts."""
 
     wrong: tuple[str, ...]
     accepted: tuple[list[int], list[int]]
-    reports: tuple[bounds.Report, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -332,28 +333,28 @@ class Outcome:
 
     def __str__(self) -> str:
         """One line for a table."""
-        told = list(self.wrong)
+        lines = list(self.wrong)
         if self.accepted[0] != self.accepted[1]:
-            told.append(f"accepted counts {self.accepted[0]} instead of {self.accepted[1]}")
-        return "; ".join(told) or "every block and every count as in the reference"
+            lines.append(f"accepted counts {self.accepted[0]} instead of {self.accepted[1]}")
+        return "; ".join(lines) or "every block and every count as in the reference"
 
 
-def run(s: Subject, rows: dict[int, list[int]], scenario: Scenario) -> Outcome:
+def run(s: AlignSubject, rows: dict[int, list[int]], scenario: Scenario) -> Aftermath:
     """The scenario on the subject and on the reference, and how the two differ."""
     rig, expected = Rig(rows, s.device), Rig(rows, s.device)
-    worker, plain = s.on(rig), _Own(expected, s.cause, "after", plain=True)
+    worker, plain = s.on(rig), OwnCopies(expected, s.cause, "after", plain=True)
     scenario(rig, worker)
     scenario(expected, plain)
-    return Outcome(tuple(_differences(rig, expected)), (worker.accepted(), plain.accepted()))
+    return Aftermath(tuple(differences(rig, expected)), (worker.accepted(), plain.accepted()))
 
 
-def _differences(rig: Rig, expected: Rig) -> Iterator[str]:
+def differences(rig: Rig, expected: Rig) -> Iterator[str]:
     """Each block that is not as it should be, with its owner."""
     owners = rig.owners()
     for block in range(BLOCKS):
         names = [
-            f"{'conv' if a.conv_width else 'temporal'}{number // 2}"
-            for number, (a, b) in enumerate(zip(rig.states, expected.states, strict=True))
+            name
+            for name, a, b in zip(STATE_NAMES, rig.states, expected.states, strict=True)
             if not torch.equal(a.tensor[block], b.tensor[block])
         ]
         if names:
@@ -361,79 +362,84 @@ def _differences(rig: Rig, expected: Rig) -> Iterator[str]:
             yield f"block {block} {owner} wrong in {', '.join(names)}"
 
 
-def _verdict(s: Subject, outcome: Outcome, witness: str, expected: str, **detail: Any) -> Verdict:
-    place = outcome.reports[0].place if outcome.reports else ""
+def _verdict(
+    s: AlignSubject,
+    is_right: bool,
+    witness: str,
+    observed: str,
+    expected: str,
+    place: str = "",
+    **detail: Any,
+) -> Verdict:
     detail = {"hashes": s.hashes, **detail}
-    if outcome.is_right:
-        return Verdict("clean", Evidence(witness, str(outcome), detail=detail))
-    return Verdict("fault", Evidence(witness, str(outcome), expected, place, detail=detail))
+    if is_right:
+        return Verdict("clean", Evidence(witness, observed, detail=detail))
+    return Verdict("fault", Evidence(witness, observed, expected, place, detail=detail))
 
 
 A, B = 3, 2
 ROWS = {A: [1, 2, 3, 4, 5], B: [6, 7, 8, 9, 10]}
 
 
-def _watched(rig: Rig, worker: Worker, slots: Sequence[int]) -> AbstractContextManager[bounds.Watch | None]:
-    """A detector that knows whose block is whose; nothing on a GPU."""
-    return nullcontext() if rig.device == "cuda" else _watching(rig, worker, slots)
-
-
 @contextmanager
-def _watching(rig: Rig, worker: Worker, slots: Sequence[int]) -> Iterator[bounds.Watch]:
-    of = bounds.mapped(slots)
+def watched(rig: Rig, worker: AlignWorker, req_idxs: Sequence[int]) -> Iterator[list[bounds.Report]]:
+    """What a detector that knows whose block is whose reports; nothing on a GPU, and nothing of the reference."""
+    if rig.device == "cuda" or (isinstance(worker, OwnCopies) and worker.plain):
+        yield []
+        return
+    of = bounds.mapped(req_idxs)
     with bounds.watch(perform_mapped=True) as watch:
         watch.rows(rig.persistent, of=of, name="block_table", owner_name="slot")
         watch.rows(rig.gathered, of=bounds.program(0), name="gathered_block_table", owner_name="batch row")
-        for number, state in enumerate(rig.states):
-            name = f"{'conv' if state.conv_width else 'temporal'}{number // 2}"
+        for name, state in zip(STATE_NAMES, rig.states, strict=True):
             watch.blocks(state.tensor, rig.owners(), of=of, name=name, owner_name="slot")
         for addresses in worker.addresses():
             watch.pointers(addresses, rig.persistent, rig.gathered, *(state.tensor for state in rig.states))
-        yield watch
+        yield watch.reports
+
+
+def step(rig: Rig, worker: AlignWorker, req_idx: int, num_tokens: int = 3) -> None:
+    """Everything before the forward of a batch with one request."""
+    rig.gather([req_idx])
+    worker.prepare([req_idx], [num_tokens])
 
 
 def _crossing(between: Sequence[int], reports: list[bounds.Report]) -> Scenario:
     """A step of A accepts 2 of 3 tokens over a block boundary; `between` runs before that is consumed."""
 
-    def scenario(rig: Rig, worker: Worker) -> None:
+    def scenario(rig: Rig, worker: AlignWorker) -> None:
         worker.add(A, 6)
         worker.add(B, 12)
         rig.num_computed[A], rig.num_computed[B] = 6, 12
-        for slot in (A, *between):
-            rig.gather([slot])
-            worker.prepare([slot], [3])
+        for req_idx in (A, *between):
+            step(rig, worker, req_idx)
         rig.num_computed[A] = 8
-        with nullcontext() if _is_plain(worker) else _watched(rig, worker, [A]) as watch:
+        with watched(rig, worker, [A]) as found:
             worker.consume([A], [2])
-        reports.extend(watch.reports if watch is not None else [])
+        reports.extend(found)
 
     return scenario
 
 
-def _is_plain(worker: Worker) -> bool:
-    return isinstance(worker, _Own) and worker.plain
-
-
-def _batch_row_index(s: Subject) -> Verdict:
+def _batch_row_index(s: AlignSubject) -> Verdict:
     """The result of a step is consumed after another request's step was gathered into the same row."""
     reports: list[bounds.Report] = []
     at_once = run(s, ROWS, _crossing([], []))
     late = run(s, ROWS, _crossing([B], reports))
-    outcome = Outcome(late.wrong, late.accepted, tuple(reports))
     witness = (
         f"slot {A} in batch row 0 accepts 2 of 3 tokens over a boundary of {BLOCK_SIZE}; consumed after slot {B} "
         "was gathered into row 0"
     )
     expected = f"block 1 of slot {A} written, nothing of slot {B}"
-    return _verdict(s, outcome, witness, expected, consumed_at_once=str(at_once))
+    place = reports[0].place if reports else ""
+    return _verdict(s, late.is_right, witness, str(late), expected, place, consumed_at_once=str(at_once))
 
 
-def _inside_one_block(rig: Rig, worker: Worker) -> None:
+def _inside_one_block(rig: Rig, worker: AlignWorker) -> None:
     """Slot 0 in row 0 accepts 3 of 3 tokens that end on the boundary of its running block."""
     worker.add(0, 5)
     rig.num_computed[0] = 5
-    rig.gather([0])
-    worker.prepare([0], [3])
+    step(rig, worker, 0)
     rig.num_computed[0] = 8
     worker.consume([0], [3])
 
@@ -442,13 +448,14 @@ ONE_ROW = {0: [1, 2, 3, 4, 5]}
 INSIDE = f"3 of 3 tokens accepted up to a boundary of {BLOCK_SIZE}: source and destination are one block, shift by 2"
 
 
-def _accepted_in_place(s: Subject) -> Verdict:
+def _accepted_in_place(s: AlignSubject) -> Verdict:
     """The count is reset by the first state's program; the others still need it."""
-    outcome = run(s, ONE_ROW, _inside_one_block)
-    return _verdict(s, outcome, f"{INSIDE}, {2 * LAYERS} states", "every state is copied")
+    end = run(s, ONE_ROW, _inside_one_block)
+    witness = f"{INSIDE}, {2 * LAYERS} states"
+    return _verdict(s, end.is_right, witness, str(end), "every state is copied")
 
 
-def _overlapping_shift(s: Subject) -> Verdict:
+def _overlapping_shift(s: AlignSubject) -> Verdict:
     """Which lanes load what lanes of another warp store?"""
     rig = Rig(ONE_ROW, s.device)
     worker = s.on(rig)
@@ -456,17 +463,14 @@ def _overlapping_shift(s: Subject) -> Verdict:
         _inside_one_block(rig, worker)
     races = [race for state in rig.states for race in log.races(state.tensor)]
     witness = f"{INSIDE}; {WARPS} warps of {WARP} lanes"
-    if races:
-        expected = "no byte is loaded by one warp and stored by another without a barrier between"
-        detail = {"hashes": s.hashes, "bytes": len(races)}
-        return Verdict("fault", Evidence(witness, str(races[0]), expected, races[0].place, detail=detail))
-    return Verdict(
-        "clean", Evidence(witness, f"no such byte in {log.accesses} accesses", detail={"hashes": s.hashes})
-    )
+    if not races:
+        return _verdict(s, True, witness, f"no such byte in {log.accesses} accesses", "")
+    expected = "no byte is loaded by one warp and stored by another without a barrier between"
+    return _verdict(s, False, witness, str(races[0]), expected, races[0].place, bytes=len(races))
 
 
 @dataclass(frozen=True)
-class Race:
+class WarpRace:
     """A byte of a block that two warps of one program reach in no order."""
 
     place: str
@@ -503,25 +507,23 @@ class LaneLog:
             warp = np.repeat(lanes // WARP % WARPS, size)
             self._phases[-1][kind].append((span, warp, place))
 
-    def races(self, tensor: torch.Tensor) -> list[Race]:
+    def races(self, tensor: torch.Tensor) -> list[WarpRace]:
         """Bytes of a tensor that one warp loads and another stores in the same phase."""
         low = tensor.data_ptr()
         high = low + tensor.untyped_storage().nbytes()
-        found: dict[int, Race] = {}
+        found: dict[int, WarpRace] = {}
         for kinds in self._phases:
             loaded = {int(a): int(w) for at, warp, _ in kinds["load"] for a, w in zip(at, warp, strict=True)}
             for at, warp, place in kinds["store"]:
                 for address, w in zip(at.tolist(), warp.tolist(), strict=True):
                     if low <= address < high and loaded.get(address, w) != w:
-                        found.setdefault(address, Race(place, address - low, loaded[address], w))
+                        found.setdefault(address, WarpRace(place, address - low, loaded[address], w))
         return list(found.values())
 
 
 @contextmanager
 def lanes() -> Iterator[LaneLog]:
     """Log the loads and stores of every kernel that is interpreted inside the block."""
-    from triton.runtime import interpreter
-
     builder, log = interpreter.InterpreterBuilder, LaneLog()
     names = ("create_masked_load", "create_masked_store", "create_barrier", "set_grid_idx")
     kept = {name: getattr(builder, name) for name in names}
@@ -534,15 +536,14 @@ def lanes() -> Iterator[LaneLog]:
         log.add("store", ptrs.data, mask.data, _itemsize(ptrs), _place())
         return kept["create_masked_store"](self, ptrs, value, mask, *rest)
 
-    def barrier(self: Any, *rest: Any) -> Any:
-        log.phase()
-        return kept["create_barrier"](self, *rest)
+    def ordering(name: str) -> Callable[..., Any]:
+        def call(self: Any, *given: Any) -> Any:
+            log.phase()
+            return kept[name](self, *given)
 
-    def grid(self: Any, *at: int) -> Any:
-        log.phase()
-        return kept["set_grid_idx"](self, *at)
+        return call
 
-    for name, hook in zip(names, (load, store, barrier, grid), strict=True):
+    for name, hook in zip(names, (load, store, *map(ordering, names[2:])), strict=True):
         setattr(builder, name, hook)
     try:
         yield log
@@ -552,8 +553,6 @@ def lanes() -> Iterator[LaneLog]:
 
 
 def _itemsize(pointers: Any) -> int:
-    from triton.runtime import interpreter
-
     return int(interpreter._get_np_dtype(pointers.get_element_ty()).itemsize)
 
 
@@ -565,7 +564,7 @@ def _place() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def _seed_column(s: Subject) -> Verdict:
+def _seed_column(s: AlignSubject) -> Verdict:
     """A request that starts with a cached prefix, where the attention blocks are smaller than the state blocks."""
     rig = Rig(ONE_ROW, s.device, columns=123, block_size=4480, attention_block_size=16)
     worker, computed = s.on(rig), 134_400
@@ -576,52 +575,47 @@ def _seed_column(s: Subject) -> Verdict:
     witness = (
         f"{computed} computed tokens, state blocks of {rig.block_size}, attention blocks of 16, 123 columns"
     )
-    detail = {"hashes": s.hashes}
     if column == expected:
-        return Verdict("clean", Evidence(witness, f"column {column}", detail=detail))
+        return _verdict(s, True, witness, f"column {column}", "")
     report = _first_report(rig, worker)
     observed = f"column {column}" + (f"; {report}" if report else "")
     place = report.place if report else ""
-    return Verdict("fault", Evidence(witness, observed, f"column {expected}", place, detail=detail))
+    return _verdict(s, False, witness, observed, f"column {expected}", place)
 
 
-def _first_report(rig: Rig, worker: Worker) -> bounds.Report | None:
+def _first_report(rig: Rig, worker: AlignWorker) -> bounds.Report | None:
     """What the detector says of the next step; None on a GPU, where it would be an illegal address."""
     if rig.device == "cuda":
         return None
-    rig.gather([1])
-    worker.prepare([1], [3])  # binds the tables and copies nothing
-    rig.gather([0])
-    with _watching(rig, worker, [0]) as watch:
-        worker.prepare([0], [3])
-    return watch.reports[0] if watch.reports else None
+    step(rig, worker, 1)  # binds the tables and copies nothing
+    with watched(rig, worker, [0]) as reports:
+        step(rig, worker, 0)
+    return reports[0] if reports else None
 
 
-def _null_block(s: Subject) -> Verdict:
+def _null_block(s: AlignSubject) -> Verdict:
     """Column 0 is the null block: once as the source of a precopy, once as the destination of a postcopy."""
     rows = {0: [0, 2, 3, 4, 5]}
 
-    def from_null(rig: Rig, worker: Worker) -> None:
+    def from_null(rig: Rig, worker: AlignWorker) -> None:
         worker.add(0, 8)
         rig.num_computed[0] = 8
-        rig.gather([0])
-        worker.prepare([0], [3])
+        step(rig, worker, 0)
 
-    def to_null(rig: Rig, worker: Worker) -> None:
+    def to_null(rig: Rig, worker: AlignWorker) -> None:
         worker.add(0, 9)
         rig.num_computed[0] = 6
-        rig.gather([0])
-        worker.prepare([0], [3])
+        step(rig, worker, 0)
         rig.num_computed[0] = 8
         worker.consume([0], [2])
 
     source, target = run(s, rows, from_null), run(s, rows, to_null)
-    outcome = Outcome((*source.wrong, *target.wrong), target.accepted)
+    end = Aftermath((*source.wrong, *target.wrong), target.accepted)
     witness = "column 0 of the row holds block 0: as source before the forward, as destination after sampling"
-    return _verdict(s, outcome, witness, "no state read from block 0, none written to it")
+    return _verdict(s, end.is_right, witness, str(end), "no state read from block 0, none written to it")
 
 
-_JUDGES: dict[str, Callable[[Subject], Verdict]] = {
+_JUDGES: dict[str, Callable[[AlignSubject], Verdict]] = {
     "batch-row-index": _batch_row_index,
     "accepted-written-in-place": _accepted_in_place,
     "overlapping-shift": _overlapping_shift,

@@ -7,7 +7,6 @@ Every function takes JSON-able arguments, runs in a process of its own and retur
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -98,7 +97,7 @@ class ReleasedCopies:
         self._post(self.context, len(idx_mapping), c.num_accepted, c.state_idx, c.num_computed, idx_mapping)
 
 
-class Shape(NamedTuple):
+class WindowShape(NamedTuple):
     """A convolution window [width, inner]."""
 
     dtype: str
@@ -120,7 +119,7 @@ class Shape(NamedTuple):
         """K, the largest bias."""
         return self.width - KERNEL_WIDTH + 1
 
-    def check(self) -> Shape:
+    def check(self) -> WindowShape:
         """Raises BadInputError for a window that cannot be shifted."""
         known = self.dtype in ("bfloat16", "float16", "float32")
         if not (known and self.inner > 0 and KERNEL_WIDTH <= self.width < BLOCK_SIZE):
@@ -145,7 +144,9 @@ class _Windows:
     Block 0 is nobody's. A boundary ends in the block itself, so that `postcopy` shifts it in place.
     """
 
-    def __init__(self, shape: Shape, requests: int, layers: int, where: str, generator: torch.Generator):
+    def __init__(
+        self, shape: WindowShape, requests: int, layers: int, where: str, generator: torch.Generator
+    ):
         self.shape, self.requests, self.layers, self.generator = shape, requests, layers, generator
         size = (layers, 1 + requests, shape.width, shape.inner)
         self.pool = torch.empty(size, dtype=shape.torch_dtype, device=where)
@@ -182,9 +183,9 @@ class _Windows:
         differs = self.pool.view(torch.uint8) != expected.view(torch.uint8)
         by_window = differs.flatten(2).sum(dim=2)
         windows = int((by_window > 0).sum())
-        return _Wrong(windows, int(by_window.sum()), self._told(differs, by_window) if windows else "")
+        return _Wrong(windows, int(by_window.sum()), self._first(differs, by_window) if windows else "")
 
-    def _told(self, differs: torch.Tensor, by_window: torch.Tensor) -> str:
+    def _first(self, differs: torch.Tensor, by_window: torch.Tensor) -> str:
         layer, block = divmod(int((by_window > 0).flatten().long().argmax()), 1 + self.requests)
         at = int(differs[layer, block].flatten().long().argmax())
         owner = (self.table[:, 0] == block).nonzero().flatten().tolist()
@@ -225,25 +226,17 @@ def shifts(
     chosen = Tuning(*tuning) if tuning else None
     rows, witness = [], ""
     for given in shapes:
-        shape = Shape(*given).check()
+        shape = WindowShape(*given).check()
         windows = _Windows(shape, _fitting(shape, requests, layers), layers, where, generator)
         row, first = _shifted(windows, _copier(arm, windows, chosen), -(-shifts // len(shapes)))
         rows.append(row)
         witness = witness or first
-    total, faults = (sum(row[name] for row in rows) for name in ("shifts", "faults"))
-    return {
-        "arm": arm,
-        "seed": seed,
-        "shifts": total,
-        "faults": faults,
-        "wrong_bytes": sum(row["wrong_bytes"] for row in rows),
-        "rate": faults / total,
-        "shapes": rows,
-        "witness": witness,
-    }
+    sums = {name: sum(row[name] for row in rows) for name in ("shifts", "faults", "wrong_bytes")}
+    rate = sums["faults"] / sums["shifts"]
+    return {"arm": arm, "seed": seed, **sums, "rate": rate, "shapes": rows, "witness": witness}
 
 
-def _fitting(shape: Shape, requests: int, layers: int) -> int:
+def _fitting(shape: WindowShape, requests: int, layers: int) -> int:
     """As many requests as one launch has bytes for."""
     return max(1, min(requests, BYTES_PER_LAUNCH // (layers * shape.width * shape.token_bytes)))
 
@@ -292,14 +285,14 @@ PAGE_BYTES = 1 << 16
 
 
 def illegal_column(arm: str, device: str = "sim") -> dict[str, Any]:
-    """A request starts behind a cached prefix, and its column was computed with another group's block size.
+    """A request starts after a cached prefix, and its column was computed with another group's block size.
 
-    Column 8399 of a row of 123 is 33 KB behind the row: the caching allocator has that address, and the load of the
+    Column 8399 of a row of 123 is 33 KB after the row: the caching allocator has that address, and the load of the
     block id succeeds. What lies there decides. Here the tables lie where small tensors lie, at the start of a pool of
     64 KiB, and the draft probabilities of the batch fill the rest, float32 between 0 and 1. Their bits as an
-    int32 are about 10**9; as a block id, times a page of 64 KiB, they give an address about 64 TiB behind the states,
+    int32 are about 10**9; as a block id, times a page of 64 KiB, they give an address about 64 TiB after the states,
     which is nobody's. Nothing else is arranged: the column, the load of the id and the load of the state are the
-    kernel's own. With zeros behind the table block 0 would be copied and nothing seen.
+    kernel's own. With zeros after the table block 0 would be copied and nothing seen.
 
     On CUDA the process dies of the access (`illegal-address` in the caller's isolation). On the simulator it is
     reported and not performed. `word` is what lies at column 8399 of the table that the subject was bound to, `first`
@@ -307,18 +300,18 @@ def illegal_column(arm: str, device: str = "sim") -> dict[str, Any]:
     """
     where = "cuda" if device == "cuda" else "cpu"
     rig, expected = _column_rig(where), _column_rig(where)
-    subject = probe.subject_of("seed-column-divisor", arm, device)
-    worker = subject.on(rig)
-    plain = probe._Own(expected, "seed-column-divisor", "after", plain=True)
+    worker = probe.subject_of("seed-column-divisor", arm, device).on(rig)
+    plain = probe.OwnCopies(expected, "seed-column-divisor", "after", plain=True)
     _start(rig, worker)
     _start(expected, plain)
-    word = _word_behind_the_row(rig, worker)
-    reports = _next_step(rig, worker)
-    _next_step(expected, plain)
+    word = _word_after_the_row(rig, worker)
+    with probe.watched(rig, worker, [0]) as reports:
+        probe.step(rig, worker, 0)
+    probe.step(expected, plain, 0)
     if where == "cuda":
         torch.cuda.synchronize()
     wild = next((r for r in reports if not r.mapped), None)
-    differ = list(probe._differences(rig, expected))
+    differ = list(probe.differences(rig, expected))
     effect = "illegal-address" if wild else "corruption" if differ else "clean"
     return {
         "arm": arm,
@@ -347,7 +340,7 @@ def _column_rig(where: str) -> probe.Rig:
     return rig
 
 
-def _word_behind_the_row(rig: probe.Rig, worker: probe.Worker) -> int:
+def _word_after_the_row(rig: probe.Rig, worker: probe.AlignWorker) -> int:
     """The int32 at column 8399 of row 0; read on the host, within the small pool."""
     words = rig.persistent.as_strided((SMALL_POOL_WORDS,), (1,), 0)
     row = (int(worker.addresses()[0].flatten()[0]) - words.data_ptr()) // words.element_size()
@@ -361,18 +354,8 @@ def _paged(tensor: torch.Tensor) -> torch.Tensor:
     return pages[:, : tensor[0].numel()].view(tensor.shape).copy_(tensor)
 
 
-def _start(rig: probe.Rig, worker: probe.Worker) -> None:
+def _start(rig: probe.Rig, worker: probe.AlignWorker) -> None:
     """An empty step, which binds the tables of a release; then the request comes."""
-    rig.gather([1])
-    worker.prepare([1], [3])
+    probe.step(rig, worker, 1)
     rig.num_computed[0] = COMPUTED
     worker.add(0, COMPUTED)
-
-
-def _next_step(rig: probe.Rig, worker: probe.Worker) -> list[Any]:
-    """The request's first step; what the detector says of it, on the simulator."""
-    rig.gather([0])
-    silent = rig.device == "cuda" or probe._is_plain(worker)
-    with nullcontext() if silent else probe._watching(rig, worker, [0]) as watch:
-        worker.prepare([0], [3])
-    return watch.reports if watch is not None else []

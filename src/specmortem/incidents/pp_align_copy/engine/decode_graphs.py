@@ -26,14 +26,14 @@ class GraphModel(Protocol):
 class DecodeGraphs:
     """A graph for each padded number of rows, captured while the tables are still empty.
 
-    Padding rows belong to the slot behind those of requests.
+    Padding rows belong to the slot after those of requests.
     """
 
     def __init__(self, device: Device, config: EngineConfig, model: GraphModel, layout: Layout) -> None:
         self.device, self.model, self.most = device, model, config.max_num_seqs
         self.tokens = 1 + config.num_speculative_tokens
-        slots = device.full((self.most,), self.most, torch.int64, name="graph slots")
-        self.layout = layout._replace(slots=slots)
+        req_idxs = device.full((self.most,), self.most, torch.int64, name="graph slots")
+        self.layout = layout._replace(req_idxs=req_idxs)
         width = model.embed([0]).shape[1]
         self.inputs = device.zeros((self.most, self.tokens, width), torch.float32, name="graph inputs")
         self.outputs = device.zeros((self.most, self.tokens, width), torch.float32, name="graph outputs")
@@ -55,21 +55,23 @@ class DecodeGraphs:
             self.device.launch(self._decode, size, name="decode")
         return graph
 
-    def run(self, batch: Batch, slots: Sequence[int], hidden: torch.Tensor | None) -> torch.Tensor:
+    def run(self, batch: Batch, req_idxs: Sequence[int], hidden: torch.Tensor | None) -> torch.Tensor:
         """Hidden states [tokens of the batch, D] of a batch of decodes."""
         graph = self._graphs[self.padded(batch)]
         x = self.model.embed([t for row in batch.rows for t in row.tokens]) if hidden is None else hidden
         self.device.synchronize()  # x comes from outside the device's streams
-        self.device.launch(self._fill, list(slots), x.view(len(slots), self.tokens, -1), name="graph inputs")
+        self.device.launch(
+            self._fill, list(req_idxs), x.view(len(req_idxs), self.tokens, -1), name="graph inputs"
+        )
         graph.replay()
         self.device.synchronize()
-        return self.outputs[: len(slots)].flatten(0, 1).clone()
+        return self.outputs[: len(req_idxs)].flatten(0, 1).clone()
 
-    def _fill(self, slots: list[int], x: torch.Tensor) -> None:
-        self.layout.slots.fill_(self.most)
-        self.layout.slots[: len(slots)] = torch.tensor(slots, device=x.device)
-        self.inputs[: len(slots)] = x
+    def _fill(self, req_idxs: list[int], x: torch.Tensor) -> None:
+        self.layout.req_idxs.fill_(self.most)
+        self.layout.req_idxs[: len(req_idxs)] = torch.tensor(req_idxs, device=x.device)
+        self.inputs[: len(req_idxs)] = x
 
     def _decode(self, size: int) -> None:
-        part = self.layout._replace(slots=self.layout.slots[:size])
+        part = self.layout._replace(req_idxs=self.layout.req_idxs[:size])
         self.outputs[:size] = self.model.decode(part, self.inputs[:size])

@@ -22,7 +22,7 @@ from specmortem.incidents.pp_align_copy.engine.scheduler import (
     EngineConfig,
     Request,
     Scheduler,
-    _no_drafts,
+    no_drafts,
 )
 from specmortem.incidents.pp_align_copy.engine.worker import Copied, Copies, Graphs, Model, Worker
 from specmortem.incidents.pp_align_copy.kernels import AFTER, Guards
@@ -52,7 +52,7 @@ class RandomAcceptance:
 
 
 @dataclass(frozen=True)
-class Run:
+class PipelineRun:
     """What a run did: outputs by request, copies of all ranks in order, how many wanted ones were not made."""
 
     outputs: dict[int, list[int]]
@@ -64,7 +64,7 @@ class Run:
     @property
     def wrong(self) -> list[Copied]:
         """Copies that touched a block of somebody else or of nobody."""
-        return [copied for copied in self.copied if copied.lane is not None]
+        return [copied for copied in self.copied if copied.damage is not None]
 
 
 class Pipeline:
@@ -79,7 +79,7 @@ class Pipeline:
         subject: str,
         model: Callable[[int], Model],
         sampler: Sampler,
-        drafter: Drafter = _no_drafts,
+        drafter: Drafter = no_drafts,
         copies: Copies = "plain",
         graphs: Callable[[Worker], Graphs] | None = None,
         ranks: Sequence[int] | None = None,
@@ -121,7 +121,7 @@ class Pipeline:
         self.batches.append(batch)
         return batch
 
-    def run(self, max_steps: int = 2000, until_wrong: bool = False) -> Run:
+    def run(self, max_steps: int = 2000, until_wrong: bool = False) -> PipelineRun:
         """Steps until no request is left, or the first wrong copy. Raises BadInputError when `max_steps` do not do."""
         while not self.scheduler.done and not (until_wrong and any(w.wrong for w in self.workers)):
             if len(self.batches) >= max_steps:
@@ -131,4 +131,4 @@ class Pipeline:
         copied.sort(key=lambda c: (c.step, c.when == "pre", c.rank))
         missed = sum(worker.missed for worker in self.workers)
         done = self.scheduler
-        return Run(done.finished, copied, missed, len(self.batches), done.preemptions)
+        return PipelineRun(done.finished, copied, missed, len(self.batches), done.preemptions)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from specmortem import device as devices
 from specmortem.errors import BadInputError, UnavailableError
-from specmortem.incidents.pp_align_copy.engine.recurrent_model import GreedyVerifier, Speech, speech
+from specmortem.incidents.pp_align_copy.engine.recurrent_model import GreedyVerifier, Speech, speak
 from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, EngineConfig, Request, Scheduler
 from specmortem.incidents.pp_align_copy.engine.worker import Copies, Worker
 from specmortem.isolation import Arm, Device, run_arms
@@ -61,16 +61,16 @@ class Outputs:
             self._work.wait()
 
 
-class Rank:
+class PipelineRank:
     """One rank of the pipeline; `steps` runs it until no request is left."""
 
     def __init__(
-        self, rank: int, worker: Worker, scheduler: Scheduler, said: Speech, width: int, group: Any
+        self, rank: int, worker: Worker, scheduler: Scheduler, speech: Speech, width: int, group: Any
     ) -> None:
         self.rank, self.worker, self.scheduler, self.group = rank, worker, scheduler, group
         self.last = scheduler.config.pp_size - 1
-        self.said = said
-        self.sampler = GreedyVerifier(said.models[self.last], width)
+        self.speech = speech
+        self.sampler = GreedyVerifier(speech.models[self.last], width)
         self.where = worker.device.torch_device
         self._started: list[Outputs] = []
 
@@ -106,7 +106,7 @@ class Rank:
 
     def _receive(self, batch: Batch) -> torch.Tensor:
         tokens = sum(row.num_tokens for row in batch.rows)
-        hidden = torch.empty(tokens, self.said.models[0].dim, device=self.where)
+        hidden = torch.empty(tokens, self.speech.models[0].dim, device=self.where)
         dist.recv(hidden, self.rank - 1)
         if hidden.is_cuda:
             torch.cuda.current_stream().synchronize()
@@ -129,13 +129,13 @@ def run_rank(
         torch.cuda.set_device(rank)
     dev = devices.open(device)
     settings = EngineConfig(**{**config, "pp_size": world_size})
-    asked = [Request(name, tuple(prompt), *rest) for name, prompt, *rest in requests]
-    said = speech(dev, settings, asked, width)
+    asked = [Request(req_id, tuple(prompt), *rest) for req_id, prompt, *rest in requests]
+    speech = speak(dev, settings, asked, width)
     late = rank < world_size - 1
-    worker = Worker(dev, settings, said.models[rank], subject, rank=rank, late=late, copies=copies)
+    worker = Worker(dev, settings, speech.models[rank], subject, rank=rank, late=late, copies=copies)
     group = _join(rank, world_size, meeting, device)
     try:
-        one = Rank(rank, worker, Scheduler(settings, asked, said.drafter), said, width, group)
+        one = PipelineRank(rank, worker, Scheduler(settings, asked, speech.drafter), speech, width, group)
         steps = one.run()
     finally:
         if group is not None:
@@ -147,8 +147,8 @@ def run_rank(
         "wrong": len(worker.wrong),
         "first_wrong_step": worker.wrong[0].step if worker.wrong else None,
         "nan_rows": one.sampler.nan_rows,
-        "outputs": {str(name): tokens for name, tokens in one.scheduler.finished.items()},
-        "expected": {str(name): tokens for name, tokens in said.texts.items()},
+        "outputs": {str(req_id): tokens for req_id, tokens in one.scheduler.finished.items()},
+        "expected": {str(req_id): tokens for req_id, tokens in speech.texts.items()},
         "device": dev.info.name,
         "backend": backend_version(device) if group is not None else "",
     }
@@ -202,7 +202,7 @@ def run_ranks(
             "meeting": str(Path(folder) / "meeting"),
             "subject": subject,
             "config": vars(config),
-            "requests": [[r.name, list(r.prompt), r.max_tokens, r.arrives, r.aborts] for r in requests],
+            "requests": [[r.req_id, list(r.prompt), r.max_tokens, r.arrives, r.aborts] for r in requests],
             "device": device,
             "copies": copies,
             "width": width,

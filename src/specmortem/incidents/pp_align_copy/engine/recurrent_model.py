@@ -1,8 +1,8 @@
 """A small recurrent language model, one layer a rank, with a sampler that shows what NaN does to text.
 
 A layer keeps a convolution window [conv_width - 1 + K, D] and a temporal state [D] a block, as a Mamba or gated delta
-layer does: a decode with K drafts stores the state after its i-th token in column i behind its running column, and
-the next step goes on from the one that was accepted.
+layer does: a decode with K drafts stores the state after its i-th token in the i-th column from its running column on,
+and the next step goes on from the one that was accepted.
 
 The sampler takes the argmax in blocks of the vocabulary, each by a tree of comparisons. `left >= right` is false for
 NaN, so the right operand wins every time: a row of NaN gives the *last* index of a block, and among blocks that are
@@ -80,7 +80,7 @@ class RecurrentModel:
         decodes = sum(row.decode for row in batch.rows)
         outs = []
         if decodes:
-            head = Layout(layout.table[:decodes], layout.slots[:decodes], layout.counters)
+            head = Layout(layout.table[:decodes], layout.req_idxs[:decodes], layout.counters)
             outs += list(self.decode(head, torch.stack(parts[:decodes])).unbind())
         for number in range(decodes, len(parts)):
             outs.append(self._prefill(number, batch.rows[number].start, layout, parts[number]))
@@ -90,8 +90,8 @@ class RecurrentModel:
         """x [N, 1 + K, D] of N decodes; all that varies is read from device memory, so a graph may hold it."""
         n, tokens, _ = x.shape
         where = x.device
-        columns = layout.counters.state_idx[layout.slots].long()
-        offset = layout.counters.num_accepted[layout.slots].long() - 1
+        columns = layout.counters.state_idx[layout.req_idxs].long()
+        offset = layout.counters.num_accepted[layout.req_idxs].long() - 1
         step = torch.arange(max(tokens, self.window), device=where)
         blocks = layout.table[:n].long().gather(1, columns[:, None] + step[None, :tokens])
         state = self.ssm[blocks.gather(1, offset[:, None])[:, 0]]
@@ -104,7 +104,7 @@ class RecurrentModel:
 
     def _prefill(self, number: int, start: int, layout: Layout, x: torch.Tensor) -> torch.Tensor:
         """x [T, D] of one chunk, which ends at a block boundary at the latest."""
-        block = layout.table[number, layout.counters.state_idx[layout.slots[number]].long()].long()
+        block = layout.table[number, layout.counters.state_idx[layout.req_idxs[number]].long()].long()
         window, state = self.conv[block, : self.window], self.ssm[block]
         if start == 0:
             window, state = torch.zeros_like(window), torch.zeros_like(state)
@@ -223,11 +223,11 @@ class NoisyDrafter:
     ):
         self.texts, self.prompts, self.k, self.seed, self.rate = texts, prompts, k, seed, rate
 
-    def __call__(self, name: int, known: Sequence[int]) -> list[int]:
+    def __call__(self, req_id: int, known: Sequence[int]) -> list[int]:
         """K drafts after the known tokens of a request; the same call gives the same drafts."""
-        coin = random.Random(self.seed * 1_000_003 + name * 10_007 + len(known))
-        at = len(known) - self.prompts[name]
-        coming = [*self.texts[name][at : at + self.k], *[0] * self.k][: self.k]
+        coin = random.Random(self.seed * 1_000_003 + req_id * 10_007 + len(known))
+        at = len(known) - self.prompts[req_id]
+        coming = [*self.texts[req_id][at : at + self.k], *[0] * self.k][: self.k]
         return [token if coin.random() < self.rate else (token + 1) % 1000 for token in coming]
 
 
@@ -239,7 +239,7 @@ class Speech(NamedTuple):
     drafter: NoisyDrafter
 
 
-def speech(
+def speak(
     device: Device,
     config: EngineConfig,
     requests: Sequence[Request],
@@ -253,6 +253,6 @@ def speech(
     for request in requests:
         if (request.prompt, request.max_tokens) not in known:
             known[request.prompt, request.max_tokens] = expected_text(models, request, width)
-    texts = {request.name: known[request.prompt, request.max_tokens] for request in requests}
-    prompts = {request.name: len(request.prompt) for request in requests}
+    texts = {request.req_id: known[request.prompt, request.max_tokens] for request in requests}
+    prompts = {request.req_id: len(request.prompt) for request in requests}
     return Speech(models, texts, NoisyDrafter(texts, prompts, config.num_speculative_tokens, seed, rate))

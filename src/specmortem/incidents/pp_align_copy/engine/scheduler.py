@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specmortem.errors import BadInputError
-from specmortem.incidents.pp_align_copy.engine.batch_order import decodes_first
-from specmortem.incidents.pp_align_copy.engine.pool import BlockPool
+from specmortem.incidents.pp_align_copy.engine.block_tables import BlockPool
 
 Drafter = Callable[[int, Sequence[int]], list[int]]
 Sampled = Callable[[], Sequence[Sequence[int]]]
@@ -58,7 +57,7 @@ class EngineConfig:
 class Request:
     """What a client sends, and at which step; `aborts` is the step at which it goes away."""
 
-    name: int
+    req_id: int
     prompt: tuple[int, ...]
     max_tokens: int
     arrives: int = 0
@@ -69,7 +68,7 @@ class Request:
 class BatchRow:
     """One request in one batch. `start` is the number of tokens computed before; `samples` says it gets a token."""
 
-    name: int
+    req_id: int
     start: int
     tokens: tuple[int, ...]
     decode: bool
@@ -81,13 +80,27 @@ class BatchRow:
         return len(self.tokens)
 
 
+def decodes_first(rows: Sequence[BatchRow], num_speculative_tokens: int) -> list[BatchRow]:
+    """Decodes with drafts, then what is as short, then longer prefills; equals keep their order.
+
+    So a row moves whenever a prefill joins or leaves.
+    """
+
+    def rank(row: BatchRow) -> int:
+        if row.decode and row.num_tokens == 1 + num_speculative_tokens:
+            return 0
+        return 1 if row.num_tokens <= 1 + num_speculative_tokens else 2
+
+    return sorted(rows, key=rank)
+
+
 @dataclass(frozen=True)
 class Batch:
-    """What the scheduler tells the workers: requests that left or came, blocks given out, and the rows in order."""
+    """What the scheduler tells the workers: requests that leave and come, blocks given out, and the rows in order."""
 
     step: int
-    left: tuple[int, ...]
-    came: tuple[int, ...]
+    finished_req_ids: tuple[int, ...]
+    new_req_ids: tuple[int, ...]
     blocks: dict[int, list[int]]
     rows: tuple[BatchRow, ...]
 
@@ -105,7 +118,8 @@ class _Running:
         return len(self.known) - len(self.request.prompt)
 
 
-def _no_drafts(name: int, known: Sequence[int]) -> list[int]:
+def no_drafts(req_id: int, known: Sequence[int]) -> list[int]:
+    """A drafter that has nothing to say."""
     return []
 
 
@@ -115,7 +129,7 @@ class Scheduler:
 
     config: EngineConfig
     requests: Sequence[Request]
-    drafter: Drafter = _no_drafts
+    drafter: Drafter = no_drafts
     finished: dict[int, list[int]] = field(default_factory=dict)
     preemptions: int = 0
 
@@ -133,7 +147,7 @@ class Scheduler:
     def _check(self, request: Request) -> None:
         if not request.prompt or len(request.prompt) + request.max_tokens > self.config.max_model_len:
             raise BadInputError(
-                f"request {request.name}: give a prompt, and with its outputs at most "
+                f"request {request.req_id}: give a prompt, and with its outputs at most "
                 f"{self.config.max_model_len} tokens"
             )
 
@@ -147,15 +161,15 @@ class Scheduler:
         self._check(request)
         self._waiting.append(_Running(request, list(request.prompt)))
 
-    def abort(self, name: int) -> None:
+    def abort(self, req_id: int) -> None:
         """The client of a request goes away; it leaves with the next batch."""
-        self._aborted.add(name)
+        self._aborted.add(req_id)
 
     def schedule(self) -> Batch:
         """The batch of the next step."""
         self._step += 1
-        self._left: list[int] = []
-        self._came: list[int] = []
+        self._finished_req_ids: list[int] = []
+        self._new_req_ids: list[int] = []
         self._given: dict[int, list[int]] = {}
         if self._flight and self._flight[0][0].step <= self._step - self.config.pp_size:
             self._apply(*self._flight.popleft())
@@ -165,12 +179,14 @@ class Scheduler:
         self._schedule_running()
         self._admit()
         rows = decodes_first([row for row, _ in self._rows], self.config.num_speculative_tokens)
-        return Batch(self._step, tuple(self._left), tuple(self._came), self._given, tuple(rows))
+        return Batch(
+            self._step, tuple(self._finished_req_ids), tuple(self._new_req_ids), self._given, tuple(rows)
+        )
 
     def record(self, batch: Batch, sampled: Sampled) -> None:
         """Where the sampled tokens of each row of this batch will be; they are asked for pp_size steps later."""
-        of = {row.name: running for row, running in self._rows}
-        self._flight.append((batch, [of[row.name] for row in batch.rows], sampled))
+        of = {row.req_id: running for row, running in self._rows}
+        self._flight.append((batch, [of[row.req_id] for row in batch.rows], sampled))
 
     def _apply(self, batch: Batch, running: list[_Running], sampled: Sampled) -> None:
         for row, one, tokens in zip(batch.rows, running, sampled(), strict=True):
@@ -182,13 +198,13 @@ class Scheduler:
                     self._finish(one)
 
     def _finish(self, one: _Running) -> None:
-        self.finished[one.request.name] = one.known[len(one.request.prompt) :]
+        self.finished[one.request.req_id] = one.known[len(one.request.prompt) :]
         self._leave(one)
 
     def _leave(self, one: _Running) -> None:
         self._running = [other for other in self._running if other is not one]
-        self.pool.release(one.request.name)
-        self._left.append(one.request.name)
+        self.pool.release(one.request.req_id)
+        self._finished_req_ids.append(one.request.req_id)
 
     def _abort(self) -> None:
         for one in [one for one in self._running if self._is_gone(one.request)]:
@@ -196,7 +212,9 @@ class Scheduler:
         self._waiting = deque(one for one in self._waiting if not self._is_gone(one.request))
 
     def _is_gone(self, request: Request) -> bool:
-        return request.name in self._aborted or (request.aborts is not None and request.aborts <= self._step)
+        return request.req_id in self._aborted or (
+            request.aborts is not None and request.aborts <= self._step
+        )
 
     def _schedule_running(self) -> None:
         for one in list(self._running):
@@ -206,13 +224,13 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.config.max_num_seqs and self._budget > 0:
             one = self._waiting[0]
-            if one.request.arrives > self._step or one.request.name in self._left:
+            if one.request.arrives > self._step or one.request.req_id in self._finished_req_ids:
                 return
             needed = self.config.blocks_for(one.computed + self._num_tokens(one))
             if needed > self.pool.num_free:
                 return
             self._running.append(self._waiting.popleft())
-            self._came.append(one.request.name)
+            self._new_req_ids.append(one.request.req_id)
             self._try(one)
 
     def _num_tokens(self, one: _Running) -> int:
@@ -229,24 +247,24 @@ class Scheduler:
 
     def _grow(self, one: _Running, num_tokens: int) -> bool:
         """Blocks for that many tokens, taken from the request admitted last where none is free."""
-        name = one.request.name
-        missing = self.config.blocks_for(num_tokens) - len(self.pool.blocks_of(name))
-        while (blocks := self.pool.take(name, max(0, missing))) is None:
+        req_id = one.request.req_id
+        missing = self.config.blocks_for(num_tokens) - len(self.pool.blocks_of(req_id))
+        while (blocks := self.pool.take(req_id, max(0, missing))) is None:
             victim = self._running[-1]
             self._preempt(victim)
             if victim is one:
                 return False
         if blocks:
-            self._given[name] = blocks
+            self._given[req_id] = blocks
         return True
 
     def _preempt(self, victim: _Running) -> None:
         """It loses its blocks, its slot and what is in flight, and starts again from all tokens known by now."""
         self._leave(victim)
         self.preemptions += 1
-        name = victim.request.name
-        self._given.pop(name, None)
-        self._came = [other for other in self._came if other != name]
+        req_id = victim.request.req_id
+        self._given.pop(req_id, None)
+        self._new_req_ids = [other for other in self._new_req_ids if other != req_id]
         for row, one in self._rows:
             if one is victim:
                 self._budget += row.num_tokens
@@ -256,10 +274,10 @@ class Scheduler:
     def _add_row(self, one: _Running, count: int) -> None:
         tokens = one.known[one.computed : one.computed + count]
         if one.decoding:
-            drafts = self.drafter(one.request.name, one.known) or [0] * (count - 1)
-            tokens = [one.known[-1], *drafts[: count - 1]]
+            draft_token_ids = self.drafter(one.request.req_id, one.known) or [0] * (count - 1)
+            tokens = [one.known[-1], *draft_token_ids[: count - 1]]
         samples = one.decoding or one.computed + count == len(one.known)
-        row = BatchRow(one.request.name, one.computed, tuple(tokens), one.decoding, samples)
+        row = BatchRow(one.request.req_id, one.computed, tuple(tokens), one.decoding, samples)
         one.computed += count
         one.eligible = self._step + (self.config.pp_size if samples else 1)
         self._budget -= count
@@ -267,4 +285,4 @@ class Scheduler:
 
 
 def _arrival(request: Request) -> tuple[int, int]:
-    return request.arrives, request.name
+    return request.arrives, request.req_id

@@ -49,9 +49,9 @@ class TagModel:
             t.cpu().numpy() for t in (layout.table, layout.counters.state_idx, layout.counters.num_accepted)
         )
         conv, ssm = (state.tensor.cpu().numpy() for state in self.states)
-        for number, (row, slot) in enumerate(zip(batch.rows, layout.slots.tolist(), strict=True)):
-            blocks = table[number, columns[slot] :]
-            offset = int(accepted[slot]) - 1
+        for number, (row, req_idx) in enumerate(zip(batch.rows, layout.req_idxs.tolist(), strict=True)):
+            blocks = table[number, columns[req_idx] :]
+            offset = int(accepted[req_idx]) - 1
             base = self._check(batch.step, row, blocks, offset, conv, ssm)
             self._write(row, blocks, base, conv, ssm)
         for state, array in zip(self.states, (conv, ssm), strict=True):
@@ -62,14 +62,14 @@ class TagModel:
         self, step: int, row: BatchRow, blocks: Array, offset: int, conv: Array, ssm: Array
     ) -> tuple[float, Array]:
         """What the start state is ahead of zero tokens, and the window before the first token."""
-        zero = row.name * PER_REQUEST
+        zero = row.req_id * PER_REQUEST
         history = zero + np.maximum(np.arange(row.start + 1 - self.window, row.start + 1), 0)
         if row.start == 0:
             return float(zero), history.astype(np.float64)
         found = float(ssm[blocks[offset], 0])
         window = conv[blocks[0], offset : offset + self.window, 0].copy()
         if found != zero + row.start or not np.array_equal(window, history):
-            self.wrong.append(WrongStart(step, row.name, row.start, None if np.isnan(found) else found))
+            self.wrong.append(WrongStart(step, row.req_id, row.start, None if np.isnan(found) else found))
         return found - row.start, window
 
     def _write(
@@ -87,13 +87,13 @@ class TagModel:
             if self.window:
                 conv[blocks[0], : self.window, 0] = tokens[-self.window :]
 
-    def unsaved(self, name: int, blocks: Sequence[int], num_tokens: int, block_size: int) -> list[int]:
+    def unsaved(self, req_id: int, blocks: Sequence[int], num_tokens: int, block_size: int) -> list[int]:
         """Columns of whole blocks, up to `num_tokens`, that do not hold the request's state at their end."""
         conv, ssm = (state.tensor.cpu().numpy() for state in self.states)
         found = []
         for column in range(num_tokens // block_size):
-            end = name * PER_REQUEST + (column + 1) * block_size
-            window = np.maximum(end + np.arange(1 - self.window, 1), name * PER_REQUEST)
+            end = req_id * PER_REQUEST + (column + 1) * block_size
+            window = np.maximum(end + np.arange(1 - self.window, 1), req_id * PER_REQUEST)
             kept = conv[blocks[column], : self.window, 0]
             if ssm[blocks[column], 0] != end or not np.array_equal(kept, window):
                 found.append(column)

@@ -20,10 +20,8 @@ import torch
 
 from specmortem.device import Device
 from specmortem.incidents.pp_align_copy import kernels as align_copy
-from specmortem.incidents.pp_align_copy.engine.block_tables import BlockTables
-from specmortem.incidents.pp_align_copy.engine.pool import poison
+from specmortem.incidents.pp_align_copy.engine.block_tables import BlockTables, RequestSlots, Ticket, poison
 from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, EngineConfig
-from specmortem.incidents.pp_align_copy.engine.slots import Slots, Ticket
 from specmortem.incidents.pp_align_copy.fix import lookup_of
 from specmortem.incidents.pp_align_copy.kernels import (
     AFTER,
@@ -37,7 +35,7 @@ from specmortem.kernels import Backend
 
 T = TypeVar("T")
 Copies = Backend
-Lane = Literal["live-neighbour", "other-block", "stale-tail"]
+Damage = Literal["live-neighbour", "other-block", "stale-tail"]
 
 
 class Ring(Generic[T]):
@@ -56,10 +54,10 @@ class Ring(Generic[T]):
 
 
 class Layout(NamedTuple):
-    """Where the forward of a batch finds states: row b of `table` belongs to slots[b]."""
+    """Where the forward of a batch finds states: row b of `table` belongs to req_idxs[b]."""
 
     table: torch.Tensor  # int32 [rows, columns]
-    slots: torch.Tensor  # int64 [rows]
+    req_idxs: torch.Tensor  # int64 [rows]
     counters: AlignCounters
 
 
@@ -77,14 +75,14 @@ class Graphs(Protocol):
 
     def padded(self, batch: Batch) -> int: ...  # noqa: D102
 
-    def run(self, batch: Batch, slots: Sequence[int], hidden: torch.Tensor | None) -> torch.Tensor: ...  # noqa: D102
+    def run(self, batch: Batch, req_idxs: Sequence[int], hidden: torch.Tensor | None) -> torch.Tensor: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
 class Copied:
     """A copy that a rank made for a request, before (`pre`) or after (`post`) a forward.
 
-    A wrong one touched a block outside its request's own row, and has a `lane`: the running or speculative state of a
+    A wrong one touched a block outside its request's own row, and did `damage`: the running or speculative state of a
     live request (`victim`), another block of one, or (a stale tail) a block of nobody. `in_place` says that source and
     destination column were one, so that the accepted count went back to 1 for this copy.
     """
@@ -95,7 +93,7 @@ class Copied:
     request: int
     move: StateCopy
     in_place: bool
-    lane: Lane | None = None
+    damage: Damage | None = None
     victim: int | None = None
 
 
@@ -125,7 +123,7 @@ class Worker:
     ) -> None:
         self.device, self.config, self.model = device, config, model
         self.rank, self.late, self.copies = rank, late, copies
-        self.slots = Slots(config.max_num_seqs)
+        self.slots = RequestSlots(config.max_num_seqs)
         self.tables = BlockTables(device, config.max_num_seqs, config.max_blocks)
         self.counters = AlignCounters.empty(config.max_num_seqs + 1, device.torch_device)
         self.counters.state_idx[config.max_num_seqs] = 0
@@ -140,10 +138,14 @@ class Worker:
         self.intended = AlignStates([self.tables.persistent], model.states)
         self.copied: list[Copied] = []
         self.missed = 0
-        self.on_leave: Callable[[int], None] = lambda name: None
+        self.on_leave: Callable[[int], None] = lambda req_id: None
         self._moves: list[StateCopy] = []
         self._wanted: list[StateCopy] = []
         self._hidden: torch.Tensor | None = None
+
+    def num_computed(self, req_id: int) -> int:
+        """Tokens of a request whose state is there, those of a step in flight among them."""
+        return int(self.counters.num_computed[self.slots.of(req_id)])
 
     def begin(self, batch: Batch) -> None:
         """Everything before the forward."""
@@ -156,40 +158,40 @@ class Worker:
 
     def forward(self, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor | None:
         """The layers of this rank over the batch, from a graph where there is one for it."""
-        slots = [self.slots.of(row.name) for row in batch.rows]
+        req_idxs = [self.slots.of(row.req_id) for row in batch.rows]
         if self.graphs is not None and self.graphs.padded(batch):
-            return self.graphs.run(batch, slots, hidden)
-        self.device.launch(self._forward, batch, slots, hidden, name="forward")
+            return self.graphs.run(batch, req_idxs, hidden)
+        self.device.launch(self._forward, batch, req_idxs, hidden, name="forward")
         self.device.synchronize()
         return self._hidden
 
-    def _forward(self, batch: Batch, slots: list[int], hidden: torch.Tensor | None) -> None:
-        index = torch.tensor(slots, device=self.device.torch_device)
-        self._hidden = self.model.forward(batch, self.layout._replace(slots=index), hidden)
+    def _forward(self, batch: Batch, req_idxs: list[int], hidden: torch.Tensor | None) -> None:
+        index = torch.tensor(req_idxs, device=self.device.torch_device)
+        self._hidden = self.model.forward(batch, self.layout._replace(req_idxs=index), hidden)
 
     def finish(self, batch: Batch, counts: Callable[[], Sequence[int]]) -> None:
         """Count the step's tokens as computed, and consume the sampled counts now or pp_size steps later."""
         rows = batch.rows
         entry = _Pending(
-            [self.slots.ticket(row.name) for row in rows],
+            [self.slots.ticket(row.req_id) for row in rows],
             [row.num_tokens if row.decode else 0 for row in rows],
             [row.samples for row in rows],
             counts,
         )
         if rows:
-            slots = [ticket.slot for ticket in entry.tickets]
-            self.device.launch(self._advance, slots, [row.num_tokens for row in rows], name="advance")
+            req_idxs = [ticket.req_idx for ticket in entry.tickets]
+            self.device.launch(self._advance, req_idxs, [row.num_tokens for row in rows], name="advance")
         if self.late:
             self.ring.push(entry)
         else:
             self._consume(batch.step, entry)
 
-    def _advance(self, slots: list[int], num_tokens: list[int]) -> None:
-        self._add(self.counters.num_computed, slots, num_tokens)
+    def _advance(self, req_idxs: list[int], num_tokens: list[int]) -> None:
+        self._add(self.counters.num_computed, req_idxs, num_tokens)
 
-    def _add(self, target: torch.Tensor, slots: list[int], values: list[int]) -> None:
+    def _add(self, target: torch.Tensor, req_idxs: list[int], values: list[int]) -> None:
         where = target.device
-        index = torch.tensor(slots, device=where)
+        index = torch.tensor(req_idxs, device=where)
         target.index_add_(0, index, torch.tensor(values, dtype=target.dtype, device=where))
 
     def _consume(self, step: int, entry: _Pending) -> None:
@@ -198,117 +200,117 @@ class Worker:
         if not any(live):
             return
         counts = [max(1, count) for count in entry.counts()]
-        slots = [t.slot if alive else -1 for alive, t in zip(live, entry.tickets, strict=True)]
+        req_idxs = [t.req_idx if alive else -1 for alive, t in zip(live, entry.tickets, strict=True)]
         rejected = [n - c if n else 0 for n, c in zip(entry.drafted, counts, strict=True)]
-        self.device.launch(self._postprocess, slots, counts, rejected, name="postprocess")
+        self.device.launch(self._postprocess, req_idxs, counts, rejected, name="postprocess")
         self._audit(step, "post")
 
-    def _postprocess(self, slots: list[int], counts: list[int], rejected: list[int]) -> None:
+    def _postprocess(self, req_idxs: list[int], counts: list[int], rejected: list[int]) -> None:
         """Scatter the counts to slots and copy. A batch row of -1 is nobody's."""
         where = self.device.torch_device
-        live = [row for row, slot in enumerate(slots) if slot >= 0]
-        index = torch.tensor([slots[row] for row in live], device=where)
+        live = [row for row, req_idx in enumerate(req_idxs) if req_idx >= 0]
+        index = torch.tensor([req_idxs[row] for row in live], device=where)
         taken = torch.tensor([counts[row] for row in live], dtype=torch.int32, device=where)
         self.counters.num_accepted[index] = taken
-        self._add(self.counters.num_computed, [slots[row] for row in live], [-rejected[row] for row in live])
-        mapping = torch.tensor(slots, dtype=torch.int32, device=where)
-        size, row = self.config.block_size, self.guards.row
-        post = (self.counters, mapping, size)
+        self._add(
+            self.counters.num_computed, [req_idxs[row] for row in live], [-rejected[row] for row in live]
+        )
+        mapping = torch.tensor(req_idxs, dtype=torch.int32, device=where)
+        post = (self.counters, mapping, self.config.block_size)
         self._wanted, _ = align_copy.plan_postcopy(self.intended, *post)
+        self._moves, resets = align_copy.plan_postcopy(self.states, *post, self.guards.row)
         if self.copies == "plain":
-            self._moves = align_copy.reference_postcopy(self.states, *post, row)
+            align_copy.perform(self.states, self._moves)
+            self.counters.num_accepted[resets] = 1
         else:
-            self._moves, _ = align_copy.plan_postcopy(self.states, *post, row)
             align_copy.postcopy(self.states, *post, self.guards)
 
-    def _release(self, names: Sequence[int]) -> None:
+    def _release(self, req_ids: Sequence[int]) -> None:
         """Free what the leaving hold. `on_leave` may look at states while no queued work changes them."""
-        if names:
+        if req_ids:
             self.device.synchronize()
-        for name in names:
-            self.on_leave(name)
-            self.slots.release(name)
-            del self.blocks[name]
-        if names:
+        for req_id in req_ids:
+            self.on_leave(req_id)
+            self.slots.release(req_id)
+            del self.blocks[req_id]
+        if req_ids:
             self.device.synchronize()
 
     def _update(self, batch: Batch) -> None:
-        self._release(batch.left)
-        for name in batch.came:
-            self.tables.clear(self.slots.take(name))
-            self.blocks[name] = []
-        if batch.came:
-            self.device.launch(self._start, [self.slots.of(name) for name in batch.came], name="start")
-        for name, blocks in batch.blocks.items():
-            self.blocks[name] += blocks
+        self._release(batch.finished_req_ids)
+        for req_id in batch.new_req_ids:
+            self.tables.clear(self.slots.take(req_id))
+            self.blocks[req_id] = []
+        if batch.new_req_ids:
+            self.device.launch(
+                self._start, [self.slots.of(req_id) for req_id in batch.new_req_ids], name="start"
+            )
+        for req_id, blocks in batch.blocks.items():
+            self.blocks[req_id] += blocks
         if batch.blocks:
-            self.tables.append({self.slots.of(name): ids for name, ids in batch.blocks.items()})
+            self.tables.append({self.slots.of(req_id): ids for req_id, ids in batch.blocks.items()})
             fresh = [block for ids in batch.blocks.values() for block in ids]
             tensors = [state.tensor for state in self.model.states]
             self.device.launch(poison, tensors, fresh, name="fresh blocks")
 
-    def _start(self, slots: list[int]) -> None:
+    def _start(self, req_idxs: list[int]) -> None:
         """No token computed, no running column, no drafts to accept."""
         for target, value in (
             (self.counters.state_idx, -1),
             (self.counters.num_computed, 0),
             (self.counters.num_accepted, 1),
         ):
-            target[slots] = value
+            target[req_idxs] = value
 
     def _prepare(self, batch: Batch) -> None:
-        slots = [self.slots.of(row.name) for row in batch.rows]
+        req_idxs = [self.slots.of(row.req_id) for row in batch.rows]
         padded = self.graphs.padded(batch) if self.graphs is not None else 0
-        self.tables.gather(slots, padded)
+        self.tables.gather(req_idxs, padded)
         starts = [0]
         for row in batch.rows:
             starts.append(starts[-1] + row.num_tokens)
-        self.device.launch(self._preprocess, slots, starts, name="preprocess")
+        self.device.launch(self._preprocess, req_idxs, starts, name="preprocess")
         self._audit(batch.step, "pre")
 
-    def _preprocess(self, slots: list[int], starts: list[int]) -> None:
-        where, row = self.device.torch_device, self.guards.row
-        mapping = torch.tensor(slots, dtype=torch.int32, device=where)
+    def _preprocess(self, req_idxs: list[int], starts: list[int]) -> None:
+        where, size = self.device.torch_device, self.config.block_size
+        mapping = torch.tensor(req_idxs, dtype=torch.int32, device=where)
         loc = torch.tensor(starts, dtype=torch.int32, device=where)
         plain = self.copies == "plain"
         bookkeeping = align_copy.reference_preprocess if plain else align_copy.preprocess
-        bookkeeping(self.counters, mapping, loc, self.config.block_size)
+        bookkeeping(self.counters, mapping, loc, size)
         self._wanted = align_copy.plan_precopy(self.intended, self.counters, mapping)
+        self._moves = align_copy.plan_precopy(self.states, self.counters, mapping, self.guards.row)
         if plain:
-            self._moves = align_copy.reference_precopy(self.states, self.counters, mapping, row)
+            align_copy.perform(self.states, self._moves)
         else:
-            self._moves = align_copy.plan_precopy(self.states, self.counters, mapping, row)
             align_copy.precopy(self.states, self.counters, mapping, self.guards)
 
     def _audit(self, step: int, when: Literal["pre", "post"]) -> None:
         """Compare the copies just made with who owns which block, and with those that were wanted."""
         self.device.synchronize()
-        made = {(m.req_idx, m.state, m.src_block, m.dst_block, m.bias) for m in self._moves}
-        self.missed += sum(
-            (m.req_idx, m.state, m.src_block, m.dst_block, m.bias) not in made for m in self._wanted
-        )
+        made = {replace(move, row=0) for move in self._moves}
+        self.missed += sum(replace(move, row=0) not in made for move in self._wanted)
         self.copied += [self._judged(step, when, move) for move in self._moves]
 
     def _judged(self, step: int, when: Literal["pre", "post"], move: StateCopy) -> Copied:
-        name = self.slots.holder(move.req_idx)
-        assert isinstance(name, int), "a copy is for a request that has its slot"
+        req_id = self.slots.holder(move.req_idx)
+        assert isinstance(req_id, int), "a copy is for a request that has its slot"
         in_place = when == "post" and move.dst_col == int(self.counters.state_idx[move.req_idx])
-        foreign = [b for b in (move.dst_block, move.src_block) if b not in self.blocks[name]]
-        if not foreign:
-            return Copied(step, self.rank, when, name, move, in_place)
-        victim, lane = self._hit(foreign[0])
-        return Copied(step, self.rank, when, name, move, in_place, lane, victim)
+        foreign = [b for b in (move.dst_block, move.src_block) if b not in self.blocks[req_id]]
+        damage, victim = self._hit(foreign[0]) if foreign else (None, None)
+        return Copied(step, self.rank, when, req_id, move, in_place, damage, victim)
 
-    def _hit(self, block: int) -> tuple[int | None, Lane]:
-        """Whose block this is, and what it holds."""
-        victim = next((name for name, blocks in self.blocks.items() if block in blocks), None)
+    def _hit(self, block: int) -> tuple[Damage, int | None]:
+        """What a block holds, and whose it is."""
+        victim = next((req_id for req_id, blocks in self.blocks.items() if block in blocks), None)
         if victim is None:
-            return None, "stale-tail"
+            return "stale-tail", None
         running = int(self.counters.state_idx[self.slots.of(victim)])
         column = self.blocks[victim].index(block)
-        return victim, "live-neighbour" if column >= running else "other-block"
+        return "live-neighbour" if column >= running else "other-block", victim
 
     @property
     def wrong(self) -> list[Copied]:
         """Copies that touched a block of somebody else or of nobody."""
-        return [copied for copied in self.copied if copied.lane is not None]
+        return [copied for copied in self.copied if copied.damage is not None]

@@ -5,16 +5,19 @@ from hypothesis import strategies as st
 
 from specmortem import device
 from specmortem.errors import BadInputError
-from specmortem.incidents.pp_align_copy.engine.batch_order import decodes_first
-from specmortem.incidents.pp_align_copy.engine.block_tables import BlockTables
-from specmortem.incidents.pp_align_copy.engine.pool import NULL_BLOCK, BlockPool, poison
-from specmortem.incidents.pp_align_copy.engine.scheduler import BatchRow
-from specmortem.incidents.pp_align_copy.engine.slots import Slots
+from specmortem.incidents.pp_align_copy.engine.block_tables import (
+    BlockPool,
+    BlockTables,
+    RequestSlots,
+    poison,
+)
+from specmortem.incidents.pp_align_copy.engine.scheduler import BatchRow, decodes_first
 from specmortem.incidents.pp_align_copy.engine.worker import Ring
+from specmortem.incidents.pp_align_copy.kernels import NULL_BLOCK
 
 
 def test_first_slot_is_the_highest_and_the_last_freed_is_taken_next():
-    slots = Slots(4)
+    slots = RequestSlots(4)
     assert [slots.take(name) for name in "ab"] == [3, 2]
     slots.release("a")
     assert slots.take("c") == 3 and slots.take("d") == 1
@@ -22,7 +25,7 @@ def test_first_slot_is_the_highest_and_the_last_freed_is_taken_next():
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=60))
 def test_slots_are_never_shared_and_tickets_expire_with_their_request(moves):
-    slots, held = Slots(4), {}
+    slots, held = RequestSlots(4), {}
     tickets = []
     for take, name in moves:
         if take and name not in held and len(held) < 4:
@@ -36,7 +39,7 @@ def test_slots_are_never_shared_and_tickets_expire_with_their_request(moves):
 
 
 def test_a_slot_too_many_and_an_unknown_request_are_refused():
-    slots = Slots(1)
+    slots = RequestSlots(1)
     slots.take("a")
     for call in (lambda: slots.take("a"), lambda: slots.take("b"), lambda: slots.release("c")):
         with pytest.raises(BadInputError):
@@ -74,7 +77,7 @@ def row(name, num_tokens, decode):
 
 def test_a_prefill_moves_behind_decodes_that_came_later():
     rows = [row(1, 9, False), row(2, 3, True), row(3, 2, False), row(4, 3, True)]
-    assert [r.name for r in decodes_first(rows, 2)] == [2, 4, 3, 1]
+    assert [r.req_id for r in decodes_first(rows, 2)] == [2, 4, 3, 1]
 
 
 def test_gathered_rows_keep_a_stale_tail_and_padding_is_zeroed():
