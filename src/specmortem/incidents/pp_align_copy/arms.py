@@ -38,7 +38,7 @@ from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, BatchRow,
 from specmortem.incidents.pp_align_copy.engine.tag_model import TagModel
 from specmortem.incidents.pp_align_copy.engine.worker import Copied, Copies, Worker
 from specmortem.incidents.pp_align_copy.kernels import AFTER, Guards
-from specmortem.isolation import Device as DeviceName
+from specmortem.verdict import DeviceKind
 
 SMALL = EngineConfig(pp_size=2, num_speculative_tokens=2, block_size=8, max_num_seqs=4, max_model_len=96)
 STAGGERED = (
@@ -208,9 +208,7 @@ def _row(copied: Copied) -> str:
 def ranks(
     subject: str,
     world_size: int = 2,
-    device: DeviceName = "sim",
-    copies: Copies = "plain",
-    width: int = 1024,
+    device: DeviceKind = "sim",
     requests: int = 0,
 ) -> dict[str, Any]:
     """The same with a process a rank; what each rank saw, and whether all of them ended with the same texts.
@@ -218,10 +216,10 @@ def ranks(
     `requests`: that many random requests, a new one every four steps, instead of the small case's four.
     """
     asked = _stream_of(requests) if requests else STAGGERED
-    seen = run_ranks(world_size, subject, SMALL, asked, device, copies, width, timeout_s=120 + requests)
+    seen = run_ranks(world_size, subject, SMALL, asked, device, timeout_s=120 + requests)
     outputs, expected = seen[0]["outputs"], seen[0]["expected"]
     differ = _different(outputs, expected)
-    stuck = _stuck(outputs, differ, width)
+    stuck = _stuck(outputs, differ, 1024)
     wrong = [one["wrong"] for one in seen]
     return {
         "effect": _effect(stuck, differ, *wrong),
@@ -490,8 +488,6 @@ def reported_workload(
     seed: int = 0,
     requests: int = 24,
     rate: float = 0.8,
-    pp_size: int = 3,
-    max_num_seqs: int = 2,
 ) -> dict[str, Any]:
     """Two streams of prompts of 6k to 45k tokens and 400 to 900 outputs, blocks of 9,776: rows only, no numbers.
 
@@ -503,8 +499,7 @@ def reported_workload(
     asked = [
         Request(n, (0,) * rng.randint(6_000, 45_000), rng.randint(400, 900)) for n in range(1, requests + 1)
     ]
-    config = replace(REPORTED, pp_size=pp_size, max_num_seqs=max_num_seqs)
-    one = _Account(subject, config, asked, RandomAcceptance(seed, rate))
+    one = _Account(subject, REPORTED, asked, RandomAcceptance(seed, rate))
     pipeline = one.pipeline
     while not pipeline.scheduler.done and not one.model.wrong:
         pipeline.step()

@@ -54,14 +54,21 @@ def _late(step: Record) -> list[Record]:
 def _late_arrow(ax: Axes, step: int, copy: Record, origin: Record) -> None:
     source = origin["rows"].index(copy["request"])
     wrong = copy["damage"] is not None
+    start, end = (origin["step"] + 0.5, 0.8 - source), (step - 0.5, 0.8 - copy["row"])
+    _arrow(ax, start, end, FAULT if wrong else NEUTRAL, bend=-0.45, size=11, width=2 if wrong else 1.2)
+
+
+def _arrow(
+    ax: Axes, start: tuple[float, float], end: tuple[float, float], colour: str, **look: float
+) -> None:
     arrow = FancyArrowPatch(
-        (origin["step"] + 0.5, 0.8 - source),
-        (step - 0.5, 0.8 - copy["row"]),
+        start,
+        end,
         arrowstyle="-|>",
-        connectionstyle="arc3,rad=-0.45",
-        mutation_scale=11,
-        color=FAULT if wrong else NEUTRAL,
-        linewidth=2 if wrong else 1.2,
+        connectionstyle=f"arc3,rad={look['bend']}",
+        mutation_scale=look["size"],
+        color=colour,
+        linewidth=look["width"],
     )
     ax.add_patch(arrow)
 
@@ -74,21 +81,13 @@ def late_copy(timeline: Sequence[Record], pp_size: int, title: str) -> Figure:
     persistent = {slot: _row_of(timeline[at], int(name)) for name, slot in timeline[at]["req_idxs"].items()}
     columns = 1 + max(copy["src_col"], copy["dst_col"], 3)
     made, axes = figure(3, 5.6, title)
-    _table(
-        axes[0],
-        f"step {origin['step']}: gathered table of the batch that was sampled",
-        _gathered(origin, columns),
-    )
-    _table(
-        axes[1],
-        f"step {at}: what the late copy reads, the table of step {last['step']}",
-        _gathered(last, columns),
-    )
-    _table(
-        axes[2],
-        "the persistent table, a row a request slot: what it should read",
-        _slots(persistent, columns),
-    )
+    labelled = {
+        f"step {origin['step']}: gathered table of the batch that was sampled": _gathered(origin, columns),
+        f"step {at}: what the late copy reads, the table of step {last['step']}": _gathered(last, columns),
+        "the persistent table, a row a request slot: what it should read": _slots(persistent, columns),
+    }
+    for ax, (label, rows) in zip(axes, labelled.items(), strict=True):
+        _table(ax, label, rows)
     _copy_arrow(axes[1], copy["row"], copy, FAULT)
     _copy_arrow(axes[2], sorted(persistent).index(copy["req_idx"]), copy, GOOD)
     return made
@@ -120,16 +119,8 @@ def _table(ax: Axes, label: str, rows: list[tuple[str, list[Any]]]) -> None:
 
 
 def _copy_arrow(ax: Axes, row: int, copy: Record, colour: str) -> None:
-    arrow = FancyArrowPatch(
-        (copy["src_col"] + 0.5, 0.82 - row),
-        (copy["dst_col"] + 0.5, 0.82 - row),
-        arrowstyle="-|>",
-        connectionstyle="arc3,rad=0.4",
-        mutation_scale=14,
-        color=colour,
-        linewidth=2.2,
-    )
-    ax.add_patch(arrow)
+    start, end = (copy["src_col"] + 0.5, 0.82 - row), (copy["dst_col"] + 0.5, 0.82 - row)
+    _arrow(ax, start, end, colour, bend=0.4, size=14, width=2.2)
     owner = "wrong" if colour == FAULT else "right"
     note = f"{owner}: column {copy['src_col']} to {copy['dst_col']} for request {copy['request']}"
     ax.text(4.2, 0.4 - row, note, color=colour, fontsize=9, va="center")

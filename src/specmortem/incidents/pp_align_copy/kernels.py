@@ -184,7 +184,7 @@ def seed_column(num_computed: int, block_size: int) -> int:
     """Running column of a request that starts with this many computed tokens; -1 without any.
 
     `block_size` is the tokens of a *state* block. A smaller one (of the attention groups, say) gives a column far
-    behind the row.
+    past the row.
     """
     return (num_computed - 1) // block_size
 
@@ -268,8 +268,7 @@ def _moves(
         from_col, shift = (src_col, bias) if state.conv_width else (src_col + bias, 0)
         if not (0 <= from_col < states.columns and 0 <= dst_col < states.columns):
             continue
-        table = states.tables[state.group]
-        ids = table[row].tolist()
+        ids = states.tables[state.group][row].tolist()
         src, dst = ids[from_col], ids[dst_col]
         if NULL_BLOCK not in (src, dst) and (src != dst or shift):
             moves.append(StateCopy(req_idx, row, number, from_col, dst_col, src, dst, shift))
@@ -286,26 +285,21 @@ def perform(states: AlignStates, moves: list[StateCopy]) -> None:
 
 
 def reference_precopy(
-    states: AlignStates, counters: AlignCounters, idx_mapping: torch.Tensor, row: Any = request_slot
+    states: AlignStates, counters: AlignCounters, idx_mapping: torch.Tensor
 ) -> list[StateCopy]:
     """Copy before the forward, move by move; the contract of `precopy`."""
-    moves = plan_precopy(states, counters, idx_mapping, row)
+    moves = plan_precopy(states, counters, idx_mapping)
     perform(states, moves)
     return moves
 
 
 def reference_postcopy(
-    states: AlignStates,
-    counters: AlignCounters,
-    idx_mapping: torch.Tensor,
-    block_size: int,
-    row: Any = request_slot,
+    states: AlignStates, counters: AlignCounters, idx_mapping: torch.Tensor, block_size: int
 ) -> list[StateCopy]:
     """Copy after sampling, move by move, and reset accepted counts; the contract of `postcopy`."""
-    moves, reset = plan_postcopy(states, counters, idx_mapping, block_size, row)
+    moves, reset = plan_postcopy(states, counters, idx_mapping, block_size)
     perform(states, moves)
-    for req_idx in reset:
-        counters.num_accepted[req_idx] = 1
+    counters.num_accepted[reset] = 1
     return moves
 
 
@@ -465,28 +459,15 @@ def postcopy_kernel(
 
 
 def preprocess(
-    counters: AlignCounters,
-    idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    block_size: int,
-    kernel: Any = None,
+    counters: AlignCounters, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, block_size: int
 ) -> None:
     """Advance the bookkeeping of the slots in `idx_mapping` [N] by `query_start_loc` [N + 1]; see the module."""
-    n = _check_batch(idx_mapping)
+    n, c = _check_batch(idx_mapping), counters
     if query_start_loc.shape != (n + 1,) or not query_start_loc.is_contiguous():
         raise BadInputError(f"query_start_loc must be [{n + 1}], not {list(query_start_loc.shape)}")
-    c = counters
-    (kernel or preprocess_kernel)[(triton.cdiv(n, 256),)](
-        idx_mapping,
-        query_start_loc,
-        c.state_idx,
-        c.num_computed,
-        c.num_accepted,
-        c.src_col,
-        c.src_off,
-        n,
-        block_size,
-        BLOCK=256,
+    vectors = (c.state_idx, c.num_computed, c.num_accepted, c.src_col, c.src_off)
+    preprocess_kernel[(triton.cdiv(n, 256),)](
+        idx_mapping, query_start_loc, *vectors, n, block_size, BLOCK=256
     )
 
 

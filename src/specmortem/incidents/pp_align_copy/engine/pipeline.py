@@ -24,7 +24,7 @@ from specmortem.incidents.pp_align_copy.engine.scheduler import (
     Scheduler,
     no_drafts,
 )
-from specmortem.incidents.pp_align_copy.engine.worker import Copied, Copies, Graphs, Model, Worker
+from specmortem.incidents.pp_align_copy.engine.worker import Copied, Copies, Model, Worker
 from specmortem.incidents.pp_align_copy.kernels import AFTER, Guards
 
 
@@ -81,7 +81,6 @@ class Pipeline:
         sampler: Sampler,
         drafter: Drafter = no_drafts,
         copies: Copies = "plain",
-        graphs: Callable[[Worker], Graphs] | None = None,
         ranks: Sequence[int] | None = None,
         guards: Guards = AFTER,
     ) -> None:
@@ -101,9 +100,6 @@ class Pipeline:
             )
             for rank in (range(config.pp_size) if ranks is None else ranks)
         ]
-        if graphs is not None:
-            for worker in self.workers:
-                worker.graphs = graphs(worker)
         self.batches: list[Batch] = []
 
     def step(self) -> Batch:
@@ -121,9 +117,9 @@ class Pipeline:
         self.batches.append(batch)
         return batch
 
-    def run(self, max_steps: int = 2000, until_wrong: bool = False) -> PipelineRun:
-        """Steps until no request is left, or the first wrong copy. Raises BadInputError when `max_steps` do not do."""
-        while not self.scheduler.done and not (until_wrong and any(w.wrong for w in self.workers)):
+    def run(self, max_steps: int = 2000) -> PipelineRun:
+        """Steps until no request is left. Raises BadInputError when `max_steps` do not do."""
+        while not self.scheduler.done:
             if len(self.batches) >= max_steps:
                 raise BadInputError(f"the workload is not done after {max_steps} steps; raise max_steps")
             self.step()

@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from specmortem import device as devices
+from specmortem.device import Device
 from specmortem.errors import BadInputError, UnavailableError
-from specmortem.incidents.pp_align_copy.engine.recurrent_model import GreedyVerifier, Speech, speak
+from specmortem.incidents.pp_align_copy.engine.recurrent_model import GreedyVerifier, speak
 from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, EngineConfig, Request, Scheduler
-from specmortem.incidents.pp_align_copy.engine.worker import Copies, Worker
-from specmortem.isolation import Arm, Device, run_arms
+from specmortem.incidents.pp_align_copy.engine.worker import Worker
+from specmortem.isolation import Arm, run_arms
+from specmortem.verdict import DeviceKind
 
 TIMEOUT_S = 120
 
@@ -62,16 +64,24 @@ class Outputs:
 
 
 class PipelineRank:
-    """One rank of the pipeline; `steps` runs it until no request is left."""
+    """One rank of the pipeline; `run` takes it until no request is left."""
 
     def __init__(
-        self, rank: int, worker: Worker, scheduler: Scheduler, speech: Speech, width: int, group: Any
+        self,
+        rank: int,
+        subject: str,
+        device: Device,
+        config: EngineConfig,
+        requests: Sequence[Request],
+        group: Any,
     ) -> None:
-        self.rank, self.worker, self.scheduler, self.group = rank, worker, scheduler, group
-        self.last = scheduler.config.pp_size - 1
-        self.speech = speech
-        self.sampler = GreedyVerifier(speech.models[self.last], width)
-        self.where = worker.device.torch_device
+        self.rank, self.last, self.group = rank, config.pp_size - 1, group
+        self.speech = speak(device, config, requests)
+        model, late = self.speech.models[rank], rank < self.last
+        self.worker = Worker(device, config, model, subject, rank=rank, late=late)
+        self.scheduler = Scheduler(config, requests, self.speech.drafter)
+        self.sampler = GreedyVerifier(self.speech.models[self.last])
+        self.where = device.torch_device
         self._started: list[Outputs] = []
 
     def run(self, max_steps: int = 100_000) -> int:
@@ -121,8 +131,6 @@ def run_rank(
     config: Mapping[str, int],
     requests: Sequence[Sequence[Any]],
     device: Literal["sim", "cuda"] = "sim",
-    copies: Copies = "plain",
-    width: int = 1024,
 ) -> dict[str, Any]:
     """One rank, in a process of its own. `meeting` is a file that all ranks can open; the group is left at the end."""
     if device == "cuda":
@@ -130,25 +138,23 @@ def run_rank(
     dev = devices.open(device)
     settings = EngineConfig(**{**config, "pp_size": world_size})
     asked = [Request(req_id, tuple(prompt), *rest) for req_id, prompt, *rest in requests]
-    speech = speak(dev, settings, asked, width)
-    late = rank < world_size - 1
-    worker = Worker(dev, settings, speech.models[rank], subject, rank=rank, late=late, copies=copies)
     group = _join(rank, world_size, meeting, device)
     try:
-        one = PipelineRank(rank, worker, Scheduler(settings, asked, speech.drafter), speech, width, group)
+        one = PipelineRank(rank, subject, dev, settings, asked, group)
         steps = one.run()
     finally:
         if group is not None:
             dist.destroy_process_group()
+    wrong = one.worker.wrong
     return {
         "rank": rank,
         "steps": steps,
-        "copies": len(worker.copied),
-        "wrong": len(worker.wrong),
-        "first_wrong_step": worker.wrong[0].step if worker.wrong else None,
+        "copies": len(one.worker.copied),
+        "wrong": len(wrong),
+        "first_wrong_step": wrong[0].step if wrong else None,
         "nan_rows": one.sampler.nan_rows,
         "outputs": {str(req_id): tokens for req_id, tokens in one.scheduler.finished.items()},
-        "expected": {str(req_id): tokens for req_id, tokens in speech.texts.items()},
+        "expected": {str(req_id): tokens for req_id, tokens in one.speech.texts.items()},
         "device": dev.info.name,
         "backend": backend_version(device) if group is not None else "",
     }
@@ -185,9 +191,7 @@ def run_ranks(
     subject: str,
     config: EngineConfig,
     requests: Sequence[Request],
-    device: Device = "sim",
-    copies: Copies = "plain",
-    width: int = 1024,
+    device: DeviceKind = "sim",
     timeout_s: float = TIMEOUT_S + 30,
 ) -> list[dict[str, Any]]:
     """What each rank returned (see `run_rank`), in order; on CUDA every rank has a GPU of its own.
@@ -202,10 +206,8 @@ def run_ranks(
             "meeting": str(Path(folder) / "meeting"),
             "subject": subject,
             "config": vars(config),
-            "requests": [[r.req_id, list(r.prompt), r.max_tokens, r.arrives, r.aborts] for r in requests],
+            "requests": [[*vars(request).values()] for request in requests],
             "device": device,
-            "copies": copies,
-            "width": width,
         }
         arms = [
             Arm(f"{__name__}:run_rank", {"rank": rank, **shared}, f"rank {rank}", timeout_s, device)

@@ -105,7 +105,7 @@ class Batch:
     rows: tuple[BatchRow, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     request: Request
     known: list[int]
@@ -190,7 +190,7 @@ class Scheduler:
 
     def _apply(self, batch: Batch, running: list[_Running], sampled: Sampled) -> None:
         for row, one, tokens in zip(batch.rows, running, sampled(), strict=True):
-            if row.samples and any(one is other for other in self._running) and one.eligible == self._step:
+            if row.samples and one in self._running and one.eligible == self._step:
                 one.computed = row.start + (len(tokens) if row.decode else row.num_tokens)
                 one.known += tokens[: one.request.max_tokens - one.outputs]
                 one.decoding = True
@@ -202,7 +202,7 @@ class Scheduler:
         self._leave(one)
 
     def _leave(self, one: _Running) -> None:
-        self._running = [other for other in self._running if other is not one]
+        self._running.remove(one)
         self.pool.release(one.request.req_id)
         self._finished_req_ids.append(one.request.req_id)
 
@@ -218,7 +218,7 @@ class Scheduler:
 
     def _schedule_running(self) -> None:
         for one in list(self._running):
-            if one.eligible <= self._step and any(one is other for other in self._running):
+            if one.eligible <= self._step and one in self._running:
                 self._try(one)
 
     def _admit(self) -> None:

@@ -11,6 +11,7 @@ Between 5 and the 1 that belongs to it, other batches were gathered; `fix` says 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ import torch
 from specmortem.device import Device
 from specmortem.incidents.pp_align_copy import kernels as align_copy
 from specmortem.incidents.pp_align_copy.engine.block_tables import BlockTables, RequestSlots, Ticket, poison
-from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, EngineConfig
+from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, BatchRow, EngineConfig
 from specmortem.incidents.pp_align_copy.fix import lookup_of
 from specmortem.incidents.pp_align_copy.kernels import (
     AFTER,
@@ -100,9 +101,8 @@ class Copied:
 class _Pending(NamedTuple):
     """A step whose sampled counts are under way."""
 
+    rows: tuple[BatchRow, ...]
     tickets: list[Ticket]
-    drafted: list[int]
-    samples: list[bool]
     counts: Callable[[], Sequence[int]]
 
 
@@ -172,22 +172,15 @@ class Worker:
     def finish(self, batch: Batch, counts: Callable[[], Sequence[int]]) -> None:
         """Count the step's tokens as computed, and consume the sampled counts now or pp_size steps later."""
         rows = batch.rows
-        entry = _Pending(
-            [self.slots.ticket(row.req_id) for row in rows],
-            [row.num_tokens if row.decode else 0 for row in rows],
-            [row.samples for row in rows],
-            counts,
-        )
+        entry = _Pending(rows, [self.slots.ticket(row.req_id) for row in rows], counts)
         if rows:
             req_idxs = [ticket.req_idx for ticket in entry.tickets]
-            self.device.launch(self._advance, req_idxs, [row.num_tokens for row in rows], name="advance")
+            computed = [row.num_tokens for row in rows]
+            self.device.launch(self._add, self.counters.num_computed, req_idxs, computed, name="advance")
         if self.late:
             self.ring.push(entry)
         else:
             self._consume(batch.step, entry)
-
-    def _advance(self, req_idxs: list[int], num_tokens: list[int]) -> None:
-        self._add(self.counters.num_computed, req_idxs, num_tokens)
 
     def _add(self, target: torch.Tensor, req_idxs: list[int], values: list[int]) -> None:
         where = target.device
@@ -196,12 +189,14 @@ class Worker:
 
     def _consume(self, step: int, entry: _Pending) -> None:
         """Accepted counts of the rows that still have their request and needed a sample; copies for them."""
-        live = [s and self.slots.valid(t) for s, t in zip(entry.samples, entry.tickets, strict=True)]
+        live = [row.samples and self.slots.valid(t) for row, t in zip(entry.rows, entry.tickets, strict=True)]
         if not any(live):
             return
         counts = [max(1, count) for count in entry.counts()]
         req_idxs = [t.req_idx if alive else -1 for alive, t in zip(live, entry.tickets, strict=True)]
-        rejected = [n - c if n else 0 for n, c in zip(entry.drafted, counts, strict=True)]
+        rejected = [
+            row.num_tokens - count if row.decode else 0 for row, count in zip(entry.rows, counts, strict=True)
+        ]
         self.device.launch(self._postprocess, req_idxs, counts, rejected, name="postprocess")
         self._audit(step, "post")
 
@@ -209,12 +204,10 @@ class Worker:
         """Scatter the counts to slots and copy. A batch row of -1 is nobody's."""
         where = self.device.torch_device
         live = [row for row, req_idx in enumerate(req_idxs) if req_idx >= 0]
-        index = torch.tensor([req_idxs[row] for row in live], device=where)
+        owners = [req_idxs[row] for row in live]
         taken = torch.tensor([counts[row] for row in live], dtype=torch.int32, device=where)
-        self.counters.num_accepted[index] = taken
-        self._add(
-            self.counters.num_computed, [req_idxs[row] for row in live], [-rejected[row] for row in live]
-        )
+        self.counters.num_accepted[torch.tensor(owners, device=where)] = taken
+        self._add(self.counters.num_computed, owners, [-rejected[row] for row in live])
         mapping = torch.tensor(req_idxs, dtype=torch.int32, device=where)
         post = (self.counters, mapping, self.config.block_size)
         self._wanted, _ = align_copy.plan_postcopy(self.intended, *post)
@@ -242,9 +235,8 @@ class Worker:
             self.tables.clear(self.slots.take(req_id))
             self.blocks[req_id] = []
         if batch.new_req_ids:
-            self.device.launch(
-                self._start, [self.slots.of(req_id) for req_id in batch.new_req_ids], name="start"
-            )
+            new = [self.slots.of(req_id) for req_id in batch.new_req_ids]
+            self.device.launch(self._start, new, name="start")
         for req_id, blocks in batch.blocks.items():
             self.blocks[req_id] += blocks
         if batch.blocks:
@@ -255,20 +247,15 @@ class Worker:
 
     def _start(self, req_idxs: list[int]) -> None:
         """No token computed, no running column, no drafts to accept."""
-        for target, value in (
-            (self.counters.state_idx, -1),
-            (self.counters.num_computed, 0),
-            (self.counters.num_accepted, 1),
-        ):
-            target[req_idxs] = value
+        self.counters.state_idx[req_idxs] = -1
+        self.counters.num_computed[req_idxs] = 0
+        self.counters.num_accepted[req_idxs] = 1
 
     def _prepare(self, batch: Batch) -> None:
         req_idxs = [self.slots.of(row.req_id) for row in batch.rows]
         padded = self.graphs.padded(batch) if self.graphs is not None else 0
         self.tables.gather(req_idxs, padded)
-        starts = [0]
-        for row in batch.rows:
-            starts.append(starts[-1] + row.num_tokens)
+        starts = [0, *itertools.accumulate(row.num_tokens for row in batch.rows)]
         self.device.launch(self._preprocess, req_idxs, starts, name="preprocess")
         self._audit(batch.step, "pre")
 
