@@ -75,7 +75,7 @@ def row(name, num_tokens, decode):
     return BatchRow(name, 0, (0,) * num_tokens, decode, True)
 
 
-def test_a_prefill_moves_behind_decodes_that_came_later():
+def test_a_prefill_moves_after_decodes_that_came_later():
     rows = [row(1, 9, False), row(2, 3, True), row(3, 2, False), row(4, 3, True)]
     assert [r.req_id for r in decodes_first(rows, 2)] == [2, 4, 3, 1]
 

@@ -121,8 +121,8 @@ def test_real_ranks_copy_wrongly_before_and_not_after(world_size):
 
 
 def test_real_ranks_say_what_the_pipeline_in_one_process_says():
-    seen, told = pp_align.ranks("before", 2), pp_align.control("before", "eager", pp_size=2)
-    assert sum(seen["wrong_copies"]) == told["wrong_copies"] and seen["effect"] == told["effect"]
+    seen, cell = pp_align.ranks("before", 2), pp_align.control("before", "eager", pp_size=2)
+    assert sum(seen["wrong_copies"]) == cell["wrong_copies"] and seen["effect"] == cell["effect"]
 
 
 def test_a_rank_that_fails_is_named(monkeypatch):

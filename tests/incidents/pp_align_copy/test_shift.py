@@ -129,7 +129,7 @@ def test_the_column_past_the_row_leaves_memory_before_and_nothing_happens_after(
     assert (after["effect"], after["why"], after["first"]) == ("clean", "", "")
 
 
-def test_the_id_behind_the_row_is_wild_and_no_address_wraps():
+def test_the_id_after_the_row_is_wild_and_no_address_wraps():
     word = align_shift.illegal_column("after")["word"]
     assert 1 << 45 < word * align_shift.PAGE_BYTES < 1 << 47
 

@@ -109,7 +109,7 @@ def test_kernels_without_checks_stay_in_row_and_pool_however_wrong_the_owner():
     assert found["faults"] == 0 and found["wrong_copies"] > 0
 
 
-def test_a_column_behind_the_row_would_be_seen(monkeypatch):
+def test_a_column_after_the_row_would_be_seen(monkeypatch):
     postcopy = pp_align.Worker._postprocess
 
     def shifted(self, *args):

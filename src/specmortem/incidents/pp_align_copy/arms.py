@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from specmortem.device import Device
 from specmortem.errors import BadInputError
 from specmortem.incidents.pp_align_copy import fix
 from specmortem.incidents.pp_align_copy.engine.decode_graphs import DecodeGraphs
-from specmortem.incidents.pp_align_copy.engine.pipeline import Pipeline, PipelineRun, RandomAcceptance
+from specmortem.incidents.pp_align_copy.engine.pipeline import (
+    Acceptance,
+    Pipeline,
+    PipelineRun,
+    RandomAcceptance,
+)
 from specmortem.incidents.pp_align_copy.engine.ranks import run_ranks
 from specmortem.incidents.pp_align_copy.engine.recurrent_model import (
     Carried,
@@ -34,7 +40,7 @@ from specmortem.incidents.pp_align_copy.engine.recurrent_model import (
     read,
     speak,
 )
-from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, BatchRow, EngineConfig, Request
+from specmortem.incidents.pp_align_copy.engine.scheduler import EngineConfig, Request
 from specmortem.incidents.pp_align_copy.engine.tag_model import TagModel
 from specmortem.incidents.pp_align_copy.engine.worker import Copied, Copies, Worker
 from specmortem.incidents.pp_align_copy.kernels import AFTER, Guards
@@ -246,9 +252,6 @@ def _stream_of(requests: int, texts: int = 32) -> list[Request]:
     return [Request(n, *asked[n % texts], 4 * n) for n in range(1, requests + 1)]
 
 
-# Workloads whose state is its own account
-
-
 class _Account:
     """A pipeline of which one rank runs, the first, with the `TagModel`; counts what goes wrong in it."""
 
@@ -414,7 +417,7 @@ def outside(subject: str, workloads: int, seed: int = 0, device: str = "sim") ->
 
 @contextmanager
 def _watching(worker: Worker) -> Iterator[bounds.Watch]:
-    """Rows of the table that the copies read, and the pool behind every address that they are given."""
+    """Rows of the table that the copies read, and the pool of every address that they are given."""
     states = worker.states
     with bounds.watch() as watch:
         if worker.guards.row is fix.batch_row:
@@ -423,41 +426,37 @@ def _watching(worker: Worker) -> Iterator[bounds.Watch]:
         yield watch
 
 
-class _Scripted:
-    """Accepts drafts as a list of bits says, and all of them after it."""
-
-    def __init__(self, bits: Sequence[bool]) -> None:
-        self.bits = iter(bits)
-
-    def __call__(self, batch: Batch, hidden: torch.Tensor | None) -> list[list[int]]:
-        return [self._row(row) if row.samples else [] for row in batch.rows]
-
-    def _row(self, row: BatchRow) -> list[int]:
-        return [0] * (2 if row.decode and next(self.bits, True) else 1)
-
-
 SMALLEST = EngineConfig(2, 1, 4, 2, 6, 32, 24)
 
 
-def _small_cases(decisions: int) -> Iterator[tuple[str, list[Request], tuple[bool, ...]]]:
-    """Two requests, PP = 2, K = 1, blocks of 4: every arrival, prompt length and abort, every pattern of acceptance."""
+def _small_cases(subject: str, decisions: int) -> Iterator[tuple[str, Callable[[Device], str]]]:
+    """Two requests, PP = 2, K = 1, blocks of 4: every arrival, prompt length and abort, every pattern of acceptance.
+
+    Each with its name, and a program that says on a device what went wrong first.
+    """
     patterns = list(itertools.product((False, True), repeat=decisions))
     for arrives, prompt, aborts in itertools.product(range(4), (2, 5), (None, 7)):
         requests = [Request(1, (0,) * 3, 8, 0), Request(2, (0,) * prompt, 8, arrives, aborts)]
         for bits in patterns:
-            yield f"arrival {arrives}, prompt {prompt}, accepted {[int(b) for b in bits]}", requests, bits
+            name = f"arrival {arrives}, prompt {prompt}, accepted {[int(b) for b in bits]}"
+            yield name, partial(_small_case, subject, requests, bits)
+
+
+def _small_case(subject: str, requests: Sequence[Request], bits: Sequence[bool], dev: Device) -> str:
+    """Drafts are accepted as the bits say, and all of them after these."""
+    decisions = itertools.chain(bits, itertools.repeat(True))
+    return _Account(subject, SMALLEST, requests, Acceptance(decisions), dev).run().witness
 
 
 def every_small_case(subject: str, decisions: int = 6) -> dict[str, Any]:
     """Every small case once; see `_small_cases`."""
     torch.set_num_threads(1)
-    cases = faults = 0
-    witness = ""
-    for name, requests, bits in _small_cases(decisions):
-        one = _Account(subject, SMALLEST, requests, _Scripted(bits)).run()
-        cases, faults = cases + 1, faults + bool(one.witness)
-        witness = witness or (one.witness and f"{name}: {one.witness}")
-    return {"cases": cases, "faults": faults, "witness": witness}
+    found = [
+        (name, program(devices.open("sim", schedule="immediate")))
+        for name, program in _small_cases(subject, decisions)
+    ]
+    wrong = [f"{name}: {witness}" for name, witness in found if witness]
+    return {"cases": len(found), "faults": len(wrong), "witness": wrong[0] if wrong else ""}
 
 
 def interleavings(subject: str, decisions: int = 2) -> dict[str, Any]:
@@ -468,11 +467,7 @@ def interleavings(subject: str, decisions: int = 2) -> dict[str, Any]:
     torch.set_num_threads(1)
     cases = explored = faults = 0
     witness = ""
-    for name, requests, bits in _small_cases(decisions):
-
-        def program(dev: Device, requests: list[Request] = requests, bits: tuple[bool, ...] = bits) -> str:
-            return _Account(subject, SMALLEST, requests, _Scripted(bits), dev).run().witness
-
+    for name, program in _small_cases(subject, decisions):
         runs = devices.enumerate_schedules(program)
         found = [str(run.outcome) for run in runs if run.outcome]
         cases, explored, faults = cases + 1, explored + runs.explored, faults + len(found)
@@ -480,15 +475,7 @@ def interleavings(subject: str, decisions: int = 2) -> dict[str, Any]:
     return {"interleavings": explored, "cases": cases, "faults": faults, "witness": witness}
 
 
-# The reported workload
-
-
-def reported_workload(
-    subject: str,
-    seed: int = 0,
-    requests: int = 24,
-    rate: float = 0.8,
-) -> dict[str, Any]:
+def reported_workload(subject: str, seed: int = 0, requests: int = 24, rate: float = 0.8) -> dict[str, Any]:
     """Two streams of prompts of 6k to 45k tokens and 400 to 900 outputs, blocks of 9,776: rows only, no numbers.
 
     Runs up to the first request that goes on from a state that is not its own. `step` counts engine steps, `request`

@@ -6,8 +6,9 @@ the scheduler and the ranks before the last pp_size steps later.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,11 +35,11 @@ class Sampler(Protocol):
     def __call__(self, batch: Batch, hidden: torch.Tensor | None) -> list[list[int]]: ...  # noqa: D102
 
 
-class RandomAcceptance:
-    """Tokens that mean nothing, as many as a seeded coin accepts: each draft with probability `rate`."""
+class Acceptance:
+    """Tokens that mean nothing: one, and one for each draft up to the first that the next decision refuses."""
 
-    def __init__(self, seed: int, rate: float = 0.6) -> None:
-        self.random, self.rate = random.Random(seed), rate
+    def __init__(self, decisions: Iterator[bool]) -> None:
+        self.decisions = decisions
 
     def __call__(self, batch: Batch, hidden: torch.Tensor | None) -> list[list[int]]:
         """One token, and one for each accepted draft."""
@@ -46,9 +47,17 @@ class RandomAcceptance:
 
     def _row(self, row: BatchRow) -> list[int]:
         count = 1
-        while row.decode and count < row.num_tokens and self.random.random() < self.rate:
+        while row.decode and count < row.num_tokens and next(self.decisions):
             count += 1
         return [0] * count
+
+
+class RandomAcceptance(Acceptance):
+    """Each draft is accepted with probability `rate`, by a seeded coin."""
+
+    def __init__(self, seed: int, rate: float = 0.6) -> None:
+        coin = random.Random(seed)
+        super().__init__(coin.random() < rate for _ in itertools.count())
 
 
 @dataclass(frozen=True)
