@@ -267,9 +267,12 @@ class SupervisorHandle:
         return folder
 
     def start_program(self, command: Sequence[str], variables: Mapping[str, str], seconds: float) -> Path:
-        """Ask for a program with `variables` as its whole environment, as experiment 0; gives its folder."""
+        """Ask for a program, as experiment 0, with `variables` as its whole environment.
+
+        Gives the file that gets what it prints.
+        """
         request = {"command": list(command), "env": dict(variables)}
-        return self.start(0, json.dumps(request), seconds)
+        return self.start(0, json.dumps(request), seconds) / _forkserver.OUTPUT
 
     def allow(self, index: int, seconds: float) -> None:
         """Give an experiment so long from now on; a dead supervisor is noticed at the next report."""

@@ -35,7 +35,7 @@ def tables(**cues):
         "runs": 5,
         "start_timeout_s": 120,
         "run_timeout_s": 120,
-        "model": {"config": {"vocab_size": 256, "eos_token_id": 2}, "tasks": "engine_helpers:make"},
+        "model": {"config": {"vocab_size": 256, "eos_token_id": 2}, "tasks": f"{__name__}:make"},
         "base": {
             "vllm": "0.23.0",
             "workload": "small",

@@ -157,7 +157,7 @@ def lifted(release, path, name, method, **names):
 
 
 def test_an_asynchronous_step_may_come_back_empty_and_be_called_again_when_all_is_done(release):
-    """What `Driver.settle` does: with no request and an empty queue a step returns nothing and touches nothing."""
+    """As `EngineDriver.settle` does: with no request and an empty queue a step returns and touches nothing."""
     step = lifted(release, "vllm/v1/engine/core.py", "EngineCore", "step_with_batch_queue")
     core = SimpleNamespace(
         batch_queue=deque(), batch_queue_size=2, scheduler=SimpleNamespace(has_requests=lambda: False)

@@ -19,7 +19,7 @@ from tools.engine.engine_helpers import FAKE, HERE, fake_gpu, run, tables
 
 from specmortem.errors import BadInputError
 from specmortem.tools.engine import arms, campaign, compare, places, process, report
-from specmortem.tools.engine.process import Environment, Limits
+from specmortem.tools.engine.process import Environment, StartLimits
 from specmortem.tools.engine.result import Counts, EngineResults
 from specmortem.tools.engine.workload import plan, warm_up
 
@@ -205,6 +205,17 @@ def test_a_process_in_a_session_of_its_own_does_not_outlive_the_engine(tmp_path,
     assert {each.kind for each in arm.runs} == {kind}
     found = list(map(int, pids.read_text().split()))
     assert len(found) == 3 and not any(map(_alive, found))
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGKILL, "died by SIGKILL"), (signal.SIGSTOP, "did not answer")]
+)
+def test_a_supervisor_that_is_lost_ends_the_arm_unjudged(tmp_path, monkeypatch, number, said):
+    monkeypatch.setattr(process, "ANSWER_S", 5.0)
+    cue = {"fault": "supervisor", "at": 3, "number": int(number)}
+    arm = only_arm(run(tmp_path, tables(broken=cue) | {"run_timeout_s": 1.0}, ["broken"]), "broken")
+    assert [start.kind for start in arm.starts] == ["exit"] and arm.runs == ()
+    assert arm.not_judged.startswith(f"exit: the supervisor process {said}")
 
 
 def test_nothing_of_an_engine_outlives_a_caller_that_is_killed(tmp_path):
@@ -398,7 +409,7 @@ def test_idle_gpu_work_in_shares_of_a_step_begins_after_the_calm_steps(tmp_path)
 
     spun = []
     plan = {"seed": 1, "gpu_delay_us": [0, 0], "gpu_delay_steps": [0.5, 1.5]}
-    run = child.Run(None, plan, None, {}, spun.append)
+    run = child.Repetition(None, plan, None, {}, spun.append)
     run.step_ms = [1000.0] * (child.CALM_STEPS // 3) + [2.0] * (child.CALM_STEPS - child.CALM_STEPS // 3 - 1)
     assert run.delay() == 0
     run.step_ms += [2.0] + [500.0] * 10
@@ -611,19 +622,15 @@ def test_the_child_needs_the_standard_library_alone(tmp_path):
     request = tmp_path / "request.json"
     request.write_text('{"engine": {"model": "."}, "runs": []}')
     (tmp_path / "config.json").write_text("{}")
-    read, write = os.pipe()
     ended = subprocess.run(
-        [sys.executable, "-S", "-P", str(process.CHILD), str(request), str(write)],
+        [sys.executable, "-S", "-P", str(process.CHILD), str(request), "events"],
         env={"PYTHONPATH": str(FAKE)},
         cwd=tmp_path,
-        pass_fds=(write,),
         capture_output=True,
         timeout=60,
         check=False,
     )
-    os.close(write)
-    with os.fdopen(read) as told:
-        events = [json.loads(line)["event"] for line in told]
+    events = [json.loads(line)["event"] for line in (tmp_path / "events").read_text().splitlines()]
     assert (ended.returncode, events) == (0, ["imported", "up", "done"])
 
 
@@ -632,4 +639,4 @@ def test_a_process_that_cannot_be_started_is_an_error_not_a_run(tmp_path):
 
     broken = Environment(str(tmp_path / "no-python"))
     with pytest.raises(UnavailableError, match="cannot start"):
-        process.run({}, broken, {}, Limits(1, 1), lambda event: None)
+        process.run({}, broken, {}, StartLimits(1, 1), lambda event: None)

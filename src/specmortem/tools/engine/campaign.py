@@ -7,7 +7,6 @@ import json
 import platform
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,11 +17,11 @@ from statistics import median, quantiles
 from types import FrameType
 from typing import Any
 
-from specmortem import verdict
+from specmortem import isolation, verdict
 from specmortem.errors import BadInputError
 from specmortem.tools.engine import judge, process
 from specmortem.tools.engine.arms import Arm, Experiment
-from specmortem.tools.engine.process import Environment, Event, Limits
+from specmortem.tools.engine.process import Environment, Event, StartLimits
 from specmortem.tools.engine.result import (
     FAULTS,
     Acceptance,
@@ -73,14 +72,10 @@ def run(
     chosen = [experiment.arm(name) for name in options.arms] or list(experiment.arms)
     if lacking := sorted({arm.vllm for arm in chosen} - set(environments)):
         raise BadInputError(f"no environment for vllm {lacking[0]}; give --at {lacking[0]}=PYTHON or DIR:DIR")
-    with (
-        tempfile.TemporaryDirectory(prefix="specmortem-model-", ignore_cleanup_errors=True) as scratch,
-        process.removed(scratch),
-        _terminable(),
-    ):
-        folder = experiment.model.folder(root, Path(scratch) / "model")
+    with _terminable(), isolation.open_supervisor("cuda") as supervisor:
+        folder = experiment.model.folder(root, supervisor.folder / "model")
         named: dict[str | Path, str] = {root: "CHECKOUT", folder: "MODEL"}
-        return Campaign(experiment, folder, out, options, say, named).run(chosen, environments)
+        return EngineCampaign(experiment, folder, out, options, say, named).run(chosen, environments)
 
 
 @contextmanager
@@ -101,7 +96,7 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, old)
 
 
-class Campaign:
+class EngineCampaign:
     """The state of a call of `run`."""
 
     def __init__(
@@ -212,7 +207,7 @@ class Campaign:
             "warm": warm_up(runs[0]),
             "runs": runs,
         }
-        limits = Limits(self.experiment.start_timeout_s, self.experiment.run_timeout_s, self.until)
+        limits = StartLimits(self.experiment.start_timeout_s, self.experiment.run_timeout_s, self.until)
         ended = process.run(request, environment, arm.env, limits, follower.take, self.named)
         start = replace(ended, host=self.host)
         follower.end(start)
@@ -293,7 +288,7 @@ class Campaign:
 class _Follower:
     """Turns what one process tells into runs."""
 
-    def __init__(self, campaign: Campaign, arm: Arm, start: int) -> None:
+    def __init__(self, campaign: EngineCampaign, arm: Arm, start: int) -> None:
         self.campaign, self.arm, self.start = campaign, arm, start
         self.current: int | None = None
         self.first = True

@@ -1,7 +1,7 @@
 """The process of one engine: starts released vLLM, drives it step by step, and tells what happens.
 
-Run by path with the interpreter of the environment under test: `python -P child.py REQUEST.json FD`. It needs the
-standard library and vLLM, nothing of this package. Each line on the file descriptor FD is one JSON event, in
+Run by path with the interpreter of the environment under test: `python -P child.py REQUEST.json EVENTS`. It needs the
+standard library and vLLM, nothing of this package. Each line that it adds to the file EVENTS is one JSON event, in
 this order: `imported`, `up` when the engine has answered a few requests, then for each run `begin`, `request` as each
 ends, `step` now and then, `run`; at last `done`, or `fault` with the classes and the text of the exception. The engine
 lives in this process and thread
@@ -56,7 +56,7 @@ Tell = Callable[..., None]
 Spin = Callable[[float], None]
 
 
-class Driver:
+class EngineDriver:
     """One engine and what is sent to it."""
 
     def __init__(self, request: Mapping[str, Any], tell: Tell) -> None:
@@ -109,7 +109,7 @@ class Driver:
         """Requests that nobody looks at, without idle work: what is compiled at first use is so before run 0."""
         if (plan := self.request.get("warm")) is None:
             return
-        run = Run(self.engine, plan, lambda event, **fields: None, {"step": 0}, None)
+        run = Repetition(self.engine, plan, lambda event, **fields: None, {"step": 0}, None)
         for number, part in enumerate(plan["rounds"]):
             run.round(number, part)
         self.settle()
@@ -120,7 +120,7 @@ class Driver:
         self.tell("begin", run=plan["run"])
         before, start = counters(self.engine), time.perf_counter()
         patched = self.patched()
-        run = Run(self.engine, plan, self.tell, self.place, self.spin)
+        run = Repetition(self.engine, plan, self.tell, self.place, self.spin)
         if self.draft_delay is not None:
             self.draft_delay.draw = run.draft_delay
         for number, part in enumerate(plan["rounds"]):
@@ -156,7 +156,7 @@ class Driver:
         synchronize()
 
 
-class Run:
+class Repetition:
     """The state of one repetition."""
 
     def __init__(
@@ -446,7 +446,7 @@ def fault_of(error: BaseException) -> dict[str, Any]:
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process when the one that started it, its guard, dies (Linux)."""
+    """SIGKILL for this process when the one that started it, its supervisor, dies (Linux)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -462,13 +462,13 @@ def main() -> None:
     faulthandler.enable()
     with open(sys.argv[1], encoding="utf-8") as file:  # noqa: PTH123
         request = json.load(file)
-    channel = os.fdopen(int(sys.argv[2]), "w", encoding="utf-8")
+    channel = open(sys.argv[2], "a", encoding="utf-8")  # noqa: PTH123, SIM115
 
     def tell(event: str, **fields: Any) -> None:
         channel.write(json.dumps({"event": event, **fields}) + "\n")
         channel.flush()
 
-    driver, code = Driver(request, tell), 0
+    driver, code = EngineDriver(request, tell), 0
     try:
         driver.main()
     except BaseException as error:

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import selectors
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from specmortem import isolation
 from specmortem.errors import BadInputError, UnavailableError
-from specmortem.tools.engine import child, guard, places
+from specmortem.isolation import SupervisorHandle, SupervisorLostError
+from specmortem.tools.engine import child, places
 from specmortem.tools.engine.places import Places
 from specmortem.tools.engine.result import EndKind, Phase, Start
 
-CHILD, GUARD = Path(child.__file__), Path(guard.__file__)
+CHILD = Path(child.__file__)
 LOG_TAIL = 4000  # characters
-LOG_READ = 1 << 16  # bytes that the kind of an abort is judged on
 GRACE_S = 10.0  # for a process that has told its end to leave
+ANSWER_S = 30.0  # for the supervisor to say how a process ended that it had to kill
 POLL_S = 0.2
 # Of the caller's variables, these and VLLM_* never reach an engine. Others do; of them a result records those that may
 # change what it does, by prefix.
@@ -103,7 +98,7 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Limits:
+class StartLimits:
     """Seconds: from the start of the process until the engine is up, of a run, and when all must have ended.
 
     `until` is of `time.monotonic`.
@@ -116,16 +111,17 @@ class Limits:
 
 @dataclass
 class _State:
-    """What has been told so far."""
+    """What has been told so far, and the seconds that the engine has for what it does now."""
 
+    limits: StartLimits
+    limit_s: float
     phase: Phase = "import"
     run: int | None = None
-    step: int | None = None
-    since: float = field(default_factory=time.monotonic)
     fault: Event | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def take(self, event: Event) -> None:
+    def take(self, event: Event) -> bool:
+        """Whether the time of the engine begins anew."""
         kind = event["event"]
         if kind == "imported":
             self.facts |= {"import_s": event["seconds"], "versions": event["versions"]}
@@ -133,31 +129,30 @@ class _State:
         elif kind == "up":
             self.facts |= {"up_s": event["seconds"], "device": event["device"], "chosen": event["chosen"]}
         elif kind == "begin":
-            self.phase, self.run, self.since = "run", event["run"], time.monotonic()
-        elif kind == "step":
-            self.step = event["step"]
+            self.phase, self.run, self.limit_s = "run", event["run"], self.limits.run_s
         elif kind == "run":
-            self.run, self.since = None, time.monotonic()
+            self.run = None
         elif kind == "done":
-            self.phase, self.run = "done", None
+            self.phase, self.run, self.limit_s = "done", None, GRACE_S
         elif kind == "fault":
-            self.fault, self.step = event, event.get("step")
+            self.fault, self.limit_s = event, GRACE_S
+        return kind in ("begin", "run", "done", "fault")
 
-
-class _Stopped(Exception):  # noqa: N818
-    """The process has to be killed: kind and message of its end."""
-
-    def __init__(self, kind: EndKind, message: str) -> None:
-        super().__init__(message)
-        self.kind: EndKind = kind
-        self.message = message
+    def timeout(self) -> tuple[EndKind, str]:
+        """(kind, message) of a process that was killed because its time was up."""
+        if time.monotonic() >= self.limits.until:
+            return "interrupted", "the time given for all arms was up"
+        if self.phase == "done":
+            return "timeout", f"did not leave {GRACE_S:g} s after its end"
+        where = f"run {self.run}" if self.run is not None else f"phase {self.phase}"
+        return "timeout", f"killed after {self.limit_s:g} s in {where}"
 
 
 def run(
     request: Mapping[str, Any],
     environment: Environment,
     variables: Mapping[str, str],
-    limits: Limits,
+    limits: StartLimits,
     on_event: Callable[[Event], None],
     named: Mapping[str | Path, str] | None = None,
 ) -> Start:
@@ -169,13 +164,21 @@ def run(
     had.
     """
     hide = places.known({**environment.places(), **(named or {})})
-    with _folder() as name:
-        folder = Path(name)
-        (folder / "request.json").write_text(json.dumps(dict(request)), encoding="utf-8")
-        begun, state = time.monotonic(), _State()
-        program = _launched(folder, environment.python, environment.variables(variables))
-        stopped = _followed(program, state, limits, on_event)
-        ended = _ended(program.process, state, stopped, _end_of(folder / "log"), time.monotonic() - begun)
+    with isolation.open_supervisor("cuda") as supervisor:
+        begun, asked, events = (
+            time.monotonic(),
+            supervisor.folder / "engine.json",
+            supervisor.folder / "events",
+        )
+        asked.write_text(json.dumps(dict(request)), encoding="utf-8")
+        events.touch()
+        command = [environment.python, "-P", str(CHILD), str(asked), str(events)]
+        log = supervisor.start_program(command, environment.variables(variables), limits.start_s)
+        following = _Following(supervisor, events, _State(limits, limits.start_s), on_event)
+        lost = following.to_the_end()
+        if (report := following.report) is not None and report["code"] is None:
+            raise UnavailableError(f"cannot start {environment.python}: {report['message']}")
+        ended = _ended(following, lost, isolation.end_of(log), time.monotonic() - begun)
     return _clean(replace(ended, inherited=environment.inherited(variables)), hide)
 
 
@@ -185,190 +188,91 @@ def _clean(start: Start, hide: Places) -> Start:
     return replace(start, **{name: places.cleaned_all(getattr(start, name), hide) for name in names})
 
 
-@dataclass(frozen=True)
-class _Program:
-    """The process of an engine, by its guard; where it tells its events; and where the guard is told to end it."""
+class _Following:
+    """Takes what a process tells, and has its supervisor kill it when its time is up."""
 
-    process: subprocess.Popen[bytes]
-    events: int
-    control: int
+    def __init__(
+        self, supervisor: SupervisorHandle, events: Path, state: _State, on_event: Callable[[Event], None]
+    ) -> None:
+        self.supervisor, self.events, self.state, self.on_event = supervisor, events, state, on_event
+        self.report: Mapping[str, Any] | None = None
+        self.interrupted = False
+        self.read = 0  # bytes of the events
+        self._allow(state.limit_s)
 
-    def end(self) -> None:
-        """Nothing of it is left afterwards."""
-        _stop(self.process, self.control)
-        os.close(self.events)
-
-
-def _stop(process: subprocess.Popen[bytes], control: int) -> None:
-    """Have a guard end what is below it; it may have done so already."""
-    with suppress(BrokenPipeError):
-        os.write(control, guard.STOP)
-    os.close(control)
-    try:
-        process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-@contextmanager
-def removed(folder: str) -> Iterator[None]:
-    """Within the block, another process waits for this one's death, to remove the folder then."""
-    read, write = os.pipe()
-    try:
-        waiting = _guard(read, [folder], (), {})
-    except OSError as error:
-        os.close(write)
-        raise UnavailableError(f"cannot start a process: {error.strerror or error}") from error
-    finally:
-        os.close(read)
-    try:
-        yield
-    finally:
-        _stop(waiting, write)
-
-
-def _guard(
-    control: int, more: list[str], fds: tuple[int, ...], options: dict[str, Any]
-) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C reaches only the caller."""
-    null = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(GUARD), str(control), *more],
-        pass_fds=(control, *fds),
-        start_new_session=True,
-        **{**null, **options},
-    )
-
-
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    try:
-        return tempfile.TemporaryDirectory(prefix="specmortem-engine-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise UnavailableError(
-            f"cannot make a temporary folder ({error}); set TMPDIR to one with space"
-        ) from error
-
-
-def _launched(folder: Path, python: str, variables: Mapping[str, str]) -> _Program:
-    """Start the process of an engine. Raises UnavailableError when the interpreter is none."""
-    if shutil.which(python) is None:
-        raise UnavailableError(f"cannot start {python}: it is no program")
-    (events, events_end), (control_end, control) = os.pipe(), os.pipe()
-    command = [str(folder), "--", python, "-P", str(CHILD), str(folder / "request.json"), str(events_end)]
-    try:
-        with (folder / "log").open("wb") as log:
-            options = {"cwd": folder, "env": dict(variables), "stdout": log, "stderr": subprocess.STDOUT}
-            process = _guard(control_end, command, (events_end,), options)
-    except OSError as error:
-        os.close(events)
-        os.close(control)
-        raise UnavailableError(f"cannot start a process: {error.strerror or error}") from error
-    finally:
-        os.close(events_end)
-        os.close(control_end)
-    return _Program(process, events, control)
-
-
-def _followed(
-    program: _Program, state: _State, limits: Limits, on_event: Callable[[Event], None]
-) -> _Stopped | None:
-    """Take events until the process ends or has to be stopped; then nothing of it is left."""
-    stopped = None
-    try:
-        _follow(program.process, program.events, state, limits, on_event)
-        program.process.wait(GRACE_S)
-    except _Stopped as why:
-        stopped = why
-    except subprocess.TimeoutExpired:
-        told = "its end" if state.fault or state.phase == "done" else "nothing more"
-        stopped = None if state.fault else _Stopped("timeout", f"did not leave {GRACE_S:g} s after {told}")
-    except KeyboardInterrupt:
-        stopped = _Stopped("interrupted", "interrupted")
-    finally:
-        program.end()
-    return stopped
-
-
-def _follow(
-    process: subprocess.Popen[bytes],
-    read: int,
-    state: _State,
-    limits: Limits,
-    on_event: Callable[[Event], None],
-) -> None:
-    """Until the pipe ends, or the process has left it to a descendant that keeps it open."""
-    rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(read, selectors.EVENT_READ)
+    def to_the_end(self) -> str:
+        """Until the process has ended and nothing of it is left; how the supervisor was lost, should it be."""
         while True:
-            _check(state, limits)
-            left = process.poll() is not None
-            if not selector.select(POLL_S):
-                if left:
+            try:
+                self.report = self.supervisor.next_report(POLL_S)
+                self._take()
+                if self.report is not None:
+                    return ""
+                if time.monotonic() > self.due:
+                    return "the supervisor process did not answer"
+            except KeyboardInterrupt:
+                self.interrupted = True
+                self._allow(0.0)
+            except SupervisorLostError as error:
+                return str(error)
+
+    def _allow(self, seconds: float) -> None:
+        """Give the process so long from now on, within the time for all."""
+        seconds = max(0.0, min(seconds, self.state.limits.until - time.monotonic()))
+        self.due = time.monotonic() + seconds + ANSWER_S
+        self.supervisor.allow(0, seconds)
+
+    def _take(self) -> None:
+        """The events that are there and were not read yet."""
+        with self.events.open("rb") as file:
+            file.seek(self.read)
+            for line in file:
+                if not line.endswith(b"\n"):
                     return
-                continue
-            if not (data := os.read(read, 1 << 16)):
-                return
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                event = cast("Event", json.loads(line))
-                state.take(event)
-                on_event(event)
+                self.read += len(line)
+                event: Event = json.loads(line)
+                if self.state.take(event) and not self.interrupted:
+                    self._allow(self.state.limit_s)
+                self.on_event(event)
 
 
-def _check(state: _State, limits: Limits) -> None:
-    """Raises _Stopped when a limit is passed."""
-    now = time.monotonic()
-    if now > limits.until:
-        raise _Stopped("interrupted", "the time given for all arms was up")
-    limit = limits.run_s if state.phase in ("run", "done") else limits.start_s
-    if now - state.since > limit:
-        where = f"run {state.run}" if state.run is not None else f"phase {state.phase}"
-        raise _Stopped("timeout", f"killed after {limit:g} s in {where}")
-
-
-def _ended(
-    process: subprocess.Popen[bytes], state: _State, stopped: _Stopped | None, log: str, seconds: float
-) -> Start:
-    kind, message = _kind(process.returncode, state, stopped, log)
-    code = process.returncode
-    killed = stopped is not None
+def _ended(following: _Following, lost: str, log: str, seconds: float) -> Start:
+    """The end of a process; `lost` says how its supervisor went, where it did."""
+    state, report = following.state, following.report
+    kind: EndKind = "exit"
+    message, code = lost, None
+    if following.interrupted:
+        kind, message = "interrupted", "interrupted"
+    elif report is not None:
+        kind, message = _kind(report, state, log)
+        code = None if report["timed_out"] else report["code"]
     return Start(
         kind=kind,
         phase=state.phase,
         run=state.fault["run"] if state.fault else state.run,
         message=message,
-        exit_code=code if code >= 0 and not killed else None,
-        signal=isolation.signal_name(-code) if code < 0 and not killed else "",
-        log_tail=_relevant(log) if kind != "value" else "",
+        exit_code=code if code is not None and code >= 0 else None,
+        signal=isolation.signal_name(-code) if code is not None and code < 0 else "",
+        log_tail=log[-LOG_TAIL:] if kind != "value" else "",
         seconds=round(seconds, 3),
         **state.facts,
     )
 
 
-def _kind(code: int, state: _State, stopped: _Stopped | None, log: str) -> tuple[EndKind, str]:
+def _kind(report: Mapping[str, Any], state: _State, log: str) -> tuple[EndKind, str]:
     """(kind, message) of an ended process."""
-    if stopped is not None:
-        return stopped.kind, stopped.message
+    code = report["code"]
     if state.fault is not None:
         message = str(state.fault["message"])
         kind = isolation.exception_kind(state.fault["types"], message, state.fault["code"])
         return kind, f"{state.fault['types'][0]}: {message}"
+    if report["timed_out"]:
+        return state.timeout()
     if code < 0:
-        return isolation.death_kind(-code, log), f"died by {isolation.signal_name(-code)}"
+        kind = isolation.death_kind(-code, log, oom_killed=report["oom_killed"])
+        return kind, f"died by {isolation.signal_name(-code)}"
     if code == child.WRONG_RELEASE:
         return "wrong-release", log.strip().splitlines()[-1] if log.strip() else "another release"
     if code == 0 and state.phase == "done":
         return "value", ""
     return "exit", f"left with exit code {code} in phase {state.phase}"
-
-
-def _relevant(log: str) -> str:
-    return re.sub(r"^Extension modules: .*\n?", "", log, flags=re.MULTILINE)[-LOG_TAIL:]
-
-
-def _end_of(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LOG_READ))
-        return file.read(LOG_READ).decode(errors="replace")

@@ -166,6 +166,9 @@ class LLMEngine:
             if fault == "slip-and-die":
                 os.abort()
             time.sleep(3600)
+        if fault == "supervisor":
+            os.kill(os.getppid(), CUE["number"])
+            time.sleep(3600)
         if fault == "leak":
             raise RuntimeError(
                 f"no \x1b[2J\u202e in {os.environ['HOME']}/x, {self.args.model} or {Path.cwd()}/y"
