@@ -24,7 +24,7 @@ from specmortem.errors import BadInputError
 from specmortem.incidents.pp_align_copy import fix
 from specmortem.incidents.pp_align_copy.engine.decode_graphs import DecodeGraphs
 from specmortem.incidents.pp_align_copy.engine.pipeline import (
-    Acceptance,
+    DecidedAcceptance,
     Pipeline,
     PipelineRun,
     RandomAcceptance,
@@ -445,7 +445,7 @@ def _small_cases(subject: str, decisions: int) -> Iterator[tuple[str, Callable[[
 def _small_case(subject: str, requests: Sequence[Request], bits: Sequence[bool], dev: Device) -> str:
     """Drafts are accepted as the bits say, and all of them after these."""
     decisions = itertools.chain(bits, itertools.repeat(True))
-    return _Account(subject, SMALLEST, requests, Acceptance(decisions), dev).run().witness
+    return _Account(subject, SMALLEST, requests, DecidedAcceptance(decisions), dev).run().witness
 
 
 def every_small_case(subject: str, decisions: int = 6) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Sampler(Protocol):
     def __call__(self, batch: Batch, hidden: torch.Tensor | None) -> list[list[int]]: ...  # noqa: D102
 
 
-class Acceptance:
+class DecidedAcceptance:
     """Tokens that mean nothing: one, and one for each draft up to the first that the next decision refuses."""
 
     def __init__(self, decisions: Iterator[bool]) -> None:
@@ -52,7 +52,7 @@ class Acceptance:
         return [0] * count
 
 
-class RandomAcceptance(Acceptance):
+class RandomAcceptance(DecidedAcceptance):
     """Each draft is accepted with probability `rate`, by a seeded coin."""
 
     def __init__(self, seed: int, rate: float = 0.6) -> None:
