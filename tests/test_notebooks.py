@@ -42,7 +42,7 @@ def test_notebook_is_stripped_and_its_cells_are_short(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_finds_its_files_whatever_folder_its_kernel_starts_in(path):
     source = "\n".join(c.source for c in nbformat.read(path, 4).cells if c.cell_type == "code")
-    assert "facts.find_root().parent" in source
+    assert "incident.find_root().parent" in source
     assert not re.findall(r"""Path\(["'](?:data|investigations|out)""", source)
 
 

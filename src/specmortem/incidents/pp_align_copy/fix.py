@@ -28,12 +28,12 @@ class Lookup(NamedTuple):
     row: Any
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def batch_row(batch: tl.tensor, req_idx: tl.tensor) -> tl.tensor:
     return batch
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def request_slot(batch: tl.tensor, req_idx: tl.tensor) -> tl.tensor:
     return req_idx
 
