@@ -56,6 +56,12 @@ def main() -> None:
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Limit for each notebook."
 )
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Notebooks at a time; by default as many as cores and memory allow, one on a GPU.",
+)
 @click.pass_context
 def run(
     ctx: click.Context,
@@ -66,6 +72,7 @@ def run(
     out: Path,
     pairs: tuple[str, ...],
     timeout: float | None,
+    jobs: int | None,
 ) -> None:
     """Run postmortems and write DIR/SLUG/ (executed.ipynb, results.json, postmortem.html) and DIR/index.html.
 
@@ -77,7 +84,14 @@ def run(
     from specmortem.report import batch
 
     results = batch.run(
-        chosen, device, quick, out, params, timeout, say=lambda line: click.echo(line, err=True)
+        chosen,
+        device,
+        quick,
+        out,
+        params,
+        timeout,
+        say=lambda line: click.echo(line, err=True),
+        at_a_time=jobs,
     )
     _print_runs(results)
     click.echo(f"index: {out / 'index.html'}")

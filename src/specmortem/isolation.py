@@ -52,6 +52,7 @@ STDERR_TAIL = 4000  # characters of an `ArmResult`
 LINE_SHOWN = 200  # characters of the stderr line in the message of a death
 STDERR_READ = 1 << 16  # bytes that the kind of an abort is judged on
 MOST_PARALLEL = 8
+PARALLEL = "SPECMORTEM_PARALLEL"  # the variable that says how many simulated arms run at a time by default
 GRACE_S = 10.0  # for the supervisor to kill its children and leave
 SILENCE_S = 180.0  # of a supervisor after the limit of an arm; it may import torch first, on a busy machine
 
@@ -151,8 +152,8 @@ def run_arms(
 ) -> list[ArmResult]:
     """Run each arm in a process of its own; the outcomes are in the order of `arms`.
 
-    `parallel` simulated arms run at a time (by default one a CPU, at most 8), and `cuda_parallel` CUDA arms: more than
-    one only where neither timing nor memory is the subject.
+    `parallel` simulated arms run at a time (by default as many as SPECMORTEM_PARALLEL says, else one a CPU, at most 8),
+    and `cuda_parallel` CUDA arms: more than one only where neither timing nor memory is the subject.
     `memory_bytes` is what a simulated arm may map on top of what importing torch and triton maps.
     `on_end` is called in this thread, as each arm ends; `progress` shows a bar where stderr is a terminal.
     Raises BadInputError for arguments that cannot be used, UnavailableError when no process or no temporary
@@ -544,7 +545,10 @@ def _check_env(arm: Arm) -> None:
 def _parallel(parallel: int | None) -> int:
     """How many simulated arms run at a time."""
     if parallel is None:
-        return min(MOST_PARALLEL, os.cpu_count() or 1)
+        share = os.environ.get(PARALLEL, "")
+        if share and not share.isdecimal():
+            raise BadInputError(f"{PARALLEL} is {share!r}; give a number of at least 1")
+        return min(MOST_PARALLEL, max(1, int(share or os.cpu_count() or 1)))
     if parallel < 1:
         raise BadInputError(f"parallel is {parallel}; give at least 1")
     return parallel

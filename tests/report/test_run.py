@@ -24,6 +24,7 @@ from papermill.engines import NotebookExecutionManager
 from report import toy_repository as toy
 
 from specmortem.cli import main
+from specmortem.report import workers
 from specmortem.report.html import check_self_contained
 from specmortem.report.kernel import _Interruption, execute
 from specmortem.verdict import Results
@@ -73,7 +74,7 @@ def test_a_good_notebook_leaves_three_files_and_an_index(repository):
     assert sorted(p.name for p in (home / "out").iterdir()) == ["index.html", "toy"]
     index = (home / "out" / "index.html").read_text()
     assert '<a href="toy/postmortem.html">Toy &lt;incident&gt;</a>' in index
-    assert "3\N{NO-BREAK SPACE}fault" in index
+    assert "&nbsp;3 fault" in index
     assert check_self_contained(index) == [] and check_self_contained(page(home)) == []
 
 
@@ -167,6 +168,73 @@ def test_one_failure_does_not_stop_the_others(repository):
     home = repository(toy.write_cell())
     assert run(home, "a", "toy").exit_code == 2
     assert "results.json" in left(home)
+
+
+def test_notebooks_run_side_by_side_and_one_that_dies_does_not_take_the_other(repository):
+    meet = (
+        "import os, pathlib, signal, time\n"
+        "pathlib.Path(f'met-{mine}').touch()\n"
+        "while not pathlib.Path(f'met-{other}').exists(): time.sleep(0.05)"
+    )
+    parent = "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
+    repository("mine, other = 'a', 'toy'", meet, parent, slug="a")
+    cores = "print('cores', os.environ['SPECMORTEM_PARALLEL'])"
+    home = repository("mine, other = 'toy', 'a'", meet, toy.write_cell(), cores)
+    result = run(home, "a", "toy", "--device", "sim", "--jobs", "2", "--timeout", "200")
+    assert result.exit_code == 2, result.output
+    assert "a: could-not-run" in result.stderr and "died by SIGKILL" in result.stderr
+    assert "toy: running 01-toy.ipynb" in result.stderr and "toy: passed in" in result.stderr
+    assert f"cores {max(1, (os.cpu_count() or 1) // 2)}" in page(home)
+    assert sorted(path.name for path in (home / "out").iterdir()) == ["index.html", "toy"]
+
+
+def test_ctrl_c_ends_notebooks_side_by_side_and_leaves_those_that_are_done(repository):
+    press = "import os, pathlib, signal\npathlib.Path('pid').write_text(str(os.getpid()))"
+    wait = "import time\nwhile not pathlib.Path('out/toy/results.json').exists(): time.sleep(0.05)"
+    top = "caller = int(pathlib.Path(f'/proc/{os.getppid()}/stat').read_text().rpartition(')')[2].split()[1])"
+    repository(press, wait, f"{top}\nos.kill(caller, signal.SIGINT)\ntime.sleep(60)", slug="a")
+    home = repository(toy.write_cell())
+    python, option, code = COMMAND
+    done = subprocess.run(
+        [python, option, f"{CATCH}\n{code}", "run", "a", "toy", "--jobs", "2", "--out", home / "out"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        timeout=240,
+    )
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "specmortem: interrupted"
+    assert sorted(path.name for path in (home / "out").iterdir()) == ["index.html", "toy"]
+    assert not alive((home / "pid").read_text())
+
+
+def test_sections_are_told_as_the_run_comes_to_them(repository):
+    home = repository(toy.write_cell())
+    path = home / "notebooks" / "01-toy.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells.append(nbformat.v4.new_markdown_cell("## What broke\n\nNothing."))
+    nbformat.write(notebook, path)
+    assert "toy: What broke\ntoy: passed" in run(home, "toy").stderr
+
+
+@pytest.mark.parametrize(
+    ("notebooks", "asked", "device", "free", "expected"),
+    [
+        (4, None, "sim", 64 << 30, (3, "")),
+        (4, None, "sim", 3 << 30, (2, "3.0 GiB of memory are available")),
+        (4, None, "sim", 1 << 20, (1, "0.0 GiB of memory are available")),
+        (4, None, "sim", None, (3, "")),
+        (4, 4, "sim", 1 << 20, (4, "")),
+        (4, None, "cuda", 64 << 30, (1, "they share a GPU")),
+        (1, None, "auto", 1 << 20, (1, "")),
+    ],
+)
+def test_cores_memory_and_the_gpu_bound_how_many_run_at_a_time(
+    monkeypatch, notebooks, asked, device, free, expected
+):
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(workers, "available_bytes", lambda: free)
+    assert workers.count(notebooks, asked, device) == expected
 
 
 def test_all_runs_every_incident_and_then_the_overview(repository):
@@ -306,7 +374,11 @@ def test_ctrl_c_exits_with_130_one_line_and_nothing_left(repository):
         timeout=240,
     )
     assert done.returncode == 130
-    assert done.stderr.splitlines() == ["toy: running 01-toy.ipynb", "specmortem: interrupted"]
+    assert done.stderr.splitlines() == [
+        "toy: running 01-toy.ipynb",
+        "toy: What goes wrong",
+        "specmortem: interrupted",
+    ]
     assert list((home / "out").iterdir()) == []
     assert not alive((home / "pid").read_text())
 

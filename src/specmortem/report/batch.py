@@ -8,9 +8,11 @@ that says so, and no results.json.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +25,7 @@ from papermill.exceptions import PapermillExecutionError
 from specmortem import facts as fact_files
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
 from specmortem.facts import Facts
-from specmortem.report import html
+from specmortem.report import html, workers
 from specmortem.report.html import EXECUTED, INDEX, OVERVIEW, PAGE, RESULTS, RunRecord, Status
 from specmortem.report.kernel import execute
 from specmortem.report.parameters import chosen_parameters, declared_parameters
@@ -32,6 +34,7 @@ from specmortem.verdict import Results, write_atomically
 
 EXIT_CODE: Mapping[Status, int] = {"passed": 0, "failed": 1, "could-not-run": 2}
 OVERVIEW_NOTEBOOK = "00-overview.ipynb"
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,14 @@ def run(
     params: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     root: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
+    at_a_time: int | None = None,
 ) -> list[RunResult]:
-    """Run the notebooks of `slugs` one after another (`overview` is one too), then list them in the index.
+    """Run the notebooks of `slugs` side by side, then `overview`, which is one too, and list them in the index.
 
     `params` are extra notebook parameters as text, `timeout_s` limits each whole notebook, `root` is the
-    investigations folder; `say` gets a line when a notebook starts and when it ends.
+    investigations folder; `say` gets a line when a notebook starts, comes to a section, and ends. `at_a_time` notebooks
+    run at a time, by default as many as cores and memory allow on the simulated device, one on a GPU.
     Raises BadInputError, before anything runs, for a slug or a parameter that is not known, and
     UnavailableError when `out` cannot be written or nbconvert is incomplete.
     """
@@ -84,13 +89,46 @@ def run(
     standard = {"device": device, "quick": quick, "results_dir": str(out)}
     jobs = [_job(slug, root, params or {}, standard) for slug in slugs]
     _claim(out, slugs)
-    results = []
-    for job in jobs:
-        say(f"{job.slug}: running {job.notebook.name}")
-        results.append(_run_job(job, out, root, timeout_s))
-        say(f"{job.slug}: {results[-1].status} in {results[-1].seconds:.0f} s {results[-1].reason}".rstrip())
+    found: dict[str, RunResult] = {}
+    try:
+        for group in ([job for job in jobs if job.incident], [job for job in jobs if not job.incident]):
+            with closing(_run_all(group, out, root, timeout_s, say, at_a_time, device)) as results:
+                for result in results:
+                    found[result.slug] = result
+                    say(f"{result.slug}: {result.status} in {result.seconds:.0f} s {result.reason}".rstrip())
+    except KeyboardInterrupt:
+        if any(out.glob(f"*/{EXECUTED}")):
+            write_index(out, root)
+        raise
     write_index(out, root)
-    return results
+    return [found[slug] for slug in slugs]
+
+
+def _run_all(
+    jobs: Sequence[_Job],
+    out: Path,
+    root: Path,
+    timeout_s: float | None,
+    say: Say,
+    at_a_time: int | None,
+    device: str,
+) -> Generator[RunResult, None, None]:
+    """The results as the notebooks end: of one at a time in this process, else each in a process of its own."""
+    count, why = workers.count(len(jobs), at_a_time, device)
+    if why:
+        say(f"{count} of {len(jobs)} notebooks at a time: {why}")
+    if count <= 1:
+        for job in jobs:
+            yield _run_job(job, out, root, timeout_s, say)
+        return
+    calls = {job.slug: (job, out, root, timeout_s) for job in jobs}
+    with closing(workers.side_by_side(_run_job, calls, count, say)) as results:
+        for slug, ended in results:
+            if isinstance(ended, workers.Death):
+                for scratch in out.glob(f".{slug}.*"):
+                    shutil.rmtree(scratch, ignore_errors=True)
+                ended = RunResult(slug, "could-not-run", ended.reason, ended.seconds)
+            yield ended
 
 
 def write_index(out: Path, root: Path) -> Path:
@@ -136,13 +174,14 @@ def _claim(out: Path, slugs: Sequence[str]) -> None:
             )
 
 
-def _run_job(job: _Job, out: Path, root: Path, timeout_s: float | None) -> RunResult:
+def _run_job(job: _Job, out: Path, root: Path, timeout_s: float | None, say: Say) -> RunResult:
     start = time.monotonic()
+    say(f"{job.slug}: running {job.notebook.name}")
     try:
         with tempfile.TemporaryDirectory(prefix=f".{job.slug}.", dir=out) as scratch:
             stage = Path(scratch) / "new"
             stage.mkdir()
-            status, reason, results = _judge(job, stage, *_execute(job, stage, root, timeout_s))
+            status, reason, results = _judge(job, stage, *_execute(job, stage, root, timeout_s, say))
             run = _finish(job, stage, root, RunRecord(job.slug, status, _now(), reason), results)
             _publish(stage, out / job.slug)
         return RunResult(job.slug, run.status, run.reason, time.monotonic() - start, out / job.slug, results)
@@ -151,7 +190,7 @@ def _run_job(job: _Job, out: Path, root: Path, timeout_s: float | None) -> RunRe
         return RunResult(job.slug, "could-not-run", reason, time.monotonic() - start)
 
 
-def _execute(job: _Job, stage: Path, root: Path, timeout_s: float | None) -> tuple[Status, str]:
+def _execute(job: _Job, stage: Path, root: Path, timeout_s: float | None, say: Say) -> tuple[Status, str]:
     """Run the notebook into `stage`; a disk that refuses raises OSError."""
     if job.problem:
         return "could-not-run", job.problem
@@ -162,6 +201,7 @@ def _execute(job: _Job, stage: Path, root: Path, timeout_s: float | None) -> tup
             parameters={**job.parameters, "results_path": str(stage / RESULTS)},
             cwd=root.parent,
             timeout_s=timeout_s,
+            on_section=lambda title: say(f"{job.slug}: {title}"),
         )
     except PapermillExecutionError as error:
         failed = error.ename == "AssertionError"

@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import papermill
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import Engine, papermill_engines
 from papermill.log import logger
+from traitlets import Instance
 
 ENGINE = KERNEL = "specmortem"
 
 
 def execute(
-    notebook: Path, executed: Path, parameters: Mapping[str, Any], cwd: Path, timeout_s: float | None = None
+    notebook: Path,
+    executed: Path,
+    parameters: Mapping[str, Any],
+    cwd: Path,
+    timeout_s: float | None = None,
+    on_section: Callable[[str], None] = lambda title: None,
 ) -> None:
     """Run `notebook` with `cwd` as its working directory, writing `executed` after each cell.
+
+    `on_section` is called with each heading of the second level when the run comes to it.
 
     Raises papermill's and nbclient's errors; CellTimeoutError once the whole notebook took `timeout_s`;
     KeyboardInterrupt after Ctrl-C, at whatever moment it came, with the kernel gone.
     """
     logger.setLevel("CRITICAL")
     papermill_engines.register(ENGINE, _Engine)
-    with _Interruption() as interruption, _current_interpreter_kernel():
+    with _Interruption() as interruption, tempfile.TemporaryDirectory(prefix="specmortem-kernel-") as folder:
         papermill.execute_notebook(
             str(notebook),
             str(executed),
@@ -42,10 +53,12 @@ def execute(
             engine_name=ENGINE,
             kernel_name=KERNEL,
             language="python",
-            progress_bar=sys.stderr.isatty(),
+            progress_bar=False,
             cwd=str(cwd),
+            kernel=_Kernel(spec=_kernel_spec(folder)),
             deadline=None if timeout_s is None else time.monotonic() + timeout_s,
             interruption=interruption,
+            on_section=on_section,
         )
 
 
@@ -98,32 +111,26 @@ class _Interruption:
                 os.killpg(self._kernel.pid, signal.SIGKILL)
 
 
-@contextmanager
-def _current_interpreter_kernel() -> Iterator[None]:
+class _Kernel(AsyncKernelManager):
     """A kernel of this interpreter, whatever others are installed, without the user's IPython profile."""
-    before = os.environ.get("JUPYTER_PATH")
-    with tempfile.TemporaryDirectory(prefix="specmortem-kernel-") as folder:
-        spec = Path(folder) / "kernels" / KERNEL / "kernel.json"
-        spec.parent.mkdir(parents=True)
-        spec.write_text(json.dumps(_kernel_spec(folder)), encoding="utf-8")
-        os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, (folder, before)))
-        try:
-            yield
-        finally:
-            os.environ.pop("JUPYTER_PATH")
-            if before is not None:
-                os.environ["JUPYTER_PATH"] = before
+
+    spec = Instance(KernelSpec)
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        """Its own, not one that is looked up by name."""
+        return self.spec
 
 
-def _kernel_spec(folder: str) -> dict[str, Any]:
+def _kernel_spec(folder: str) -> KernelSpec:
     """The kernel works in another folder, so relative entries of PYTHONPATH are resolved here."""
     python_path = [str(Path(p).absolute()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return {
-        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=50"],
-        "display_name": "Python 3",
-        "language": "python",
-        "env": {"IPYTHONDIR": folder, "PYTHONPATH": os.pathsep.join(python_path)},
-    }
+    return KernelSpec(
+        argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=50"],
+        display_name="Python 3",
+        language="python",
+        env={"IPYTHONDIR": folder, "PYTHONPATH": os.pathsep.join(python_path)},
+    )
 
 
 class _Engine(Engine):  # type: ignore[misc]
@@ -133,11 +140,18 @@ class _Engine(Engine):  # type: ignore[misc]
     """
 
     @classmethod
+    def nb_kernel_name(cls, nb: Any, name: str | None = None) -> str:
+        """The kernel is given, not looked up."""
+        return KERNEL
+
+    @classmethod
     def execute_managed_notebook(
         cls,
         nb_man: Any,
         kernel_name: str,
+        kernel: _Kernel,
         interruption: _Interruption,
+        on_section: Callable[[str], None],
         deadline: float | None = None,
         start_timeout: int = 60,
         **_: Any,
@@ -145,11 +159,23 @@ class _Engine(Engine):  # type: ignore[misc]
         def remaining(cell: Any) -> float | None:
             return None if deadline is None else max(deadline - time.monotonic(), 0.01)
 
+        def begin(cell: Any, cell_index: int) -> None:
+            if cell.cell_type == "markdown" and (
+                title := re.search(r"^## +(.+)$", cell.source, re.MULTILINE)
+            ):
+                on_section(title[1])
+
         interruption.check()
         client = PapermillNotebookClient(
-            nb_man, kernel_name=kernel_name, startup_timeout=start_timeout, timeout_func=remaining, log=logger
+            nb_man,
+            kernel_name=kernel_name,
+            startup_timeout=start_timeout,
+            timeout_func=remaining,
+            on_cell_start=begin,
+            log=logger,
         )
-        manager = client.create_kernel_manager()
+        client.km = kernel  # given to its constructor it would not be the client's to end
         client.start_new_kernel()
-        interruption.watch(manager.provisioner.process)
+        if (process := cast("LocalProvisioner", kernel.provisioner).process) is not None:
+            interruption.watch(process)
         client.execute()
