@@ -222,6 +222,15 @@ def test_simulated_arms_run_as_many_at_a_time_as_allowed_and_cuda_arms_one_at_a_
     assert most_at_once([end.value for end in ends[5:]]) == 1
 
 
+def test_a_share_of_the_cores_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(isolation.PARALLEL, "1")
+    ends = run_arms([Arm("isolated_targets:lifetime", {"seconds": 0.2}) for _ in range(3)])
+    assert most_at_once([end.value for end in ends]) == 1
+    monkeypatch.setenv(isolation.PARALLEL, "many")
+    with pytest.raises(BadInputError, match="SPECMORTEM_PARALLEL is 'many'"):
+        run_arms([arm("give", value=1)])
+
+
 def test_simulated_arms_are_forks_of_one_single_threaded_supervisor() -> None:
     one, other = (end.value for end in run_arms([arm("origin"), arm("origin")]))
     assert one == other == {**one, "forked": True, "torch": True, "threads": 1}
