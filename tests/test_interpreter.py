@@ -1,5 +1,8 @@
 import numpy as np
 import pytest
+import torch
+import triton
+import triton.language as tl
 
 from specmortem._interpreter import mend
 
@@ -42,3 +45,42 @@ def test_mending_twice_is_mending_once():
     once = interpreter._patch_lang_tensor
     mend()
     assert interpreter._patch_lang_tensor is once
+
+
+@triton.jit
+def doubled(value):  # type: ignore[no-untyped-def]
+    return value * 2
+
+
+@triton.jit
+def doubling(source, target, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    zeros = tl.zeros(
+        (size,), tl.float32
+    )  # a function of triton's own, which sees another module than this one
+    lanes = tl.arange(0, size)
+    tl.store(target + lanes, doubled(tl.load(source + lanes)) + zeros)
+
+
+def test_launches_that_call_functions_replace_the_language_and_give_it_back():
+    mend()
+    source, target = torch.arange(4, dtype=torch.float32), torch.zeros(4)
+    before = tl.load, tl.tensor.__add__
+    for _ in range(3):
+        doubling[(1,)](source, target, 4)
+        assert target.tolist() == [0, 2, 4, 6]
+        assert (tl.load, tl.tensor.__add__) == before
+
+
+@triton.jit
+def failing(target):  # type: ignore[no-untyped-def]
+    tl.store(target, doubled(no_such_name))  # noqa: F821
+
+
+def test_a_launch_that_fails_gives_the_language_back_and_the_next_one_works():
+    mend()
+    before, target = tl.load, torch.zeros(4)
+    with pytest.raises(Exception, match="no_such_name"):
+        failing[(1,)](target)
+    assert tl.load is before
+    doubling[(1,)](torch.ones(4), target, 4)
+    assert target.tolist() == [2] * 4
