@@ -1,7 +1,7 @@
 """Hold the rows of two runs against each other: what came, what went, and what has another outcome or count.
 
-`python benchmarks/compare_runs.py OLD NEW`, each a folder with SLUG/results.json, or the investigations folder, of which
-the run `--run` is taken. Exit code 1 where a row differs.
+`python benchmarks/compare_runs.py OLD NEW`, each a folder with SLUG/results.json, or the investigations folder, of
+which the run `--run` is taken. Exit code 1 where a row differs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def difference(old: Row, new: Row) -> str:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("old", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("new", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--run", default="sim", show_default=True, help="Which reference run, where a folder has runs/.")
+@click.option(
+    "--run", default="sim", show_default=True, help="Which reference run, where a folder has runs/."
+)
 def main(old: Path, new: Path, run: str) -> None:
     """Compare the rows of two folders of runs."""
     before, after = rows(old, run), rows(new, run)

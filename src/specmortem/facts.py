@@ -159,7 +159,7 @@ class Facts:
 
 
 def find_root(start: Path | None = None) -> Path:
-    """The investigations folder: of $SPECMORTEM_HOME, else upwards from `start`, else of this checkout.
+    """The investigations folder: of $SPECMORTEM_HOME, else upwards from `start`, else of this checkout or wheel.
 
     Raises UnavailableError when there is none.
     """
@@ -170,7 +170,8 @@ def find_root(start: Path | None = None) -> Path:
             f"{HOME_VARIABLE}={home} holds no investigations/*/{FILE_NAME}; point it at a checkout"
         )
     here = (start or Path.cwd()).resolve()
-    for parent in (here, *here.parents, Path(__file__).resolve().parents[2]):
+    own = Path(__file__).resolve()
+    for parent in (here, *here.parents, own.parents[2], own.with_name("bundled")):
         if _holds_incidents(folder := parent / "investigations"):
             return folder
     raise UnavailableError(
