@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,19 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="specmortem")
-def main() -> None:
+@click.option(
+    "--incidents",
+    "folders",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A directory with incidents of your own, a folder each; also $SPECMORTEM_INCIDENTS.",
+)
+def main(folders: tuple[Path, ...]) -> None:
     """Executable postmortems of speculative-decoding incidents in vLLM."""
+    given = [*map(str, folders), os.environ.get("SPECMORTEM_INCIDENTS", "")]
+    if folders:  # for the processes that are started, too
+        os.environ["SPECMORTEM_INCIDENTS"] = os.pathsep.join(filter(None, given))
 
 
 @main.command()

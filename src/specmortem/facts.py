@@ -23,6 +23,7 @@ from specmortem.errors import BadInputError, UnavailableError
 SCHEMA_VERSION = 1
 FILE_NAME = "incident.toml"
 HOME_VARIABLE = "SPECMORTEM_HOME"
+FOLDERS_VARIABLE = "SPECMORTEM_INCIDENTS"
 Grade = Literal["demonstrated", "reproduced", "reported", "open"]
 HypothesisVerdict = Literal["supported", "refuted", "open"]
 Needs = Literal["cpu", "gpu"]
@@ -180,9 +181,40 @@ def find_root(start: Path | None = None) -> Path:
     )
 
 
+def folders() -> list[Path]:
+    """Directories of $SPECMORTEM_INCIDENTS, separated like PATH, that hold incidents of others, a folder each.
+
+    Raises BadInputError for one that is not a directory.
+    """
+    found = []
+    for text in filter(None, os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)):
+        folder = Path(text).expanduser().resolve()
+        if not folder.is_dir():
+            raise BadInputError(f"{FOLDERS_VARIABLE}: {text} is not a directory")
+        found.append(folder)
+    return found
+
+
+def homes(root: Path | None = None) -> dict[str, Path]:
+    """The folder of each incident by slug, sorted: those under `root`, the investigations folder, and those of others.
+
+    A folder of others is a Python package, so its name has underscores where the slug has hyphens.
+    """
+    found = {path.parent.name: path.parent for path in (root or find_root()).glob(f"*/{FILE_NAME}")}
+    for folder in folders():
+        found |= {path.parent.name.replace("_", "-"): path.parent for path in folder.glob(f"*/{FILE_NAME}")}
+    return dict(sorted(found.items()))
+
+
 def all_slugs(root: Path | None = None) -> list[str]:
-    """Slugs of all incidents under the investigations folder, sorted."""
-    return sorted(path.parent.name for path in (root or find_root()).glob(f"*/{FILE_NAME}"))
+    """Slugs of all incidents, sorted; `root` is the investigations folder."""
+    return list(homes(root))
+
+
+def notebook(facts: Facts, root: Path | None = None) -> Path:
+    """The notebook of an incident: in its own folder where it brings one, else in notebooks/."""
+    own = homes(root)[facts.slug] / facts.notebook
+    return own if own.exists() else (root or find_root()).parent / "notebooks" / facts.notebook
 
 
 def load(slug: str, root: Path | None = None) -> Facts:
@@ -191,10 +223,9 @@ def load(slug: str, root: Path | None = None) -> Facts:
     Raises BadInputError for an unknown slug (listing the known ones), or for the first thing wrong in the
     file (naming file, table and entry).
     """
-    root = root or find_root()
-    if slug not in (known := all_slugs(root)):
+    if slug not in (known := homes(root)):
         raise BadInputError(f"no incident {slug!r}; known: {', '.join(known) or 'none'}")
-    path = root / slug / FILE_NAME
+    path = known[slug] / FILE_NAME
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

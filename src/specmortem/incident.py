@@ -9,10 +9,9 @@ Triton.
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -27,7 +26,6 @@ from specmortem.facts import Facts, find_root
 
 __all__ = ["Campaign", "Incident", "Probe", "find_root"]
 GROUP = "specmortem.incidents"
-FOLDERS_VARIABLE = "SPECMORTEM_INCIDENTS"
 Needs = Literal["any", "interpreter", "cuda"]
 
 
@@ -88,17 +86,17 @@ class Incident:
     @property
     def home(self) -> Path:
         """The folder of its facts and reference runs. Raises UnavailableError where there is none."""
-        return self.folder or find_root() / self.slug
+        return self.folder or fact_files.homes().get(self.slug) or find_root() / self.slug
 
     @property
     def facts(self) -> Facts:
         """What incident.toml says. Raises BadInputError for the first thing wrong in it."""
-        return fact_files.load(self.slug, self.home.parent)
+        return fact_files.load(self.slug, self.folder.parent if self.folder else None)
 
 
 def all_incidents() -> Mapping[str, Incident]:
     """Incidents by slug, sorted. Raises BadInputError for two with one slug, or a folder that exports none."""
-    return _all(os.environ.get(FOLDERS_VARIABLE, ""))
+    return _all(tuple(fact_files.folders()))
 
 
 def get(slug: str) -> Incident:
@@ -153,7 +151,7 @@ def reached(config: Config) -> dict[str, Reach]:
 
 
 @cache
-def _all(folders: str) -> Mapping[str, Incident]:
+def _all(folders: tuple[Path, ...]) -> Mapping[str, Incident]:
     found: dict[str, Incident] = {}
     for one in (*_own(), *_announced(), *_in_folders(folders)):
         if one.slug in found:
@@ -174,15 +172,12 @@ def _announced() -> Iterator[Incident]:
         yield _exported(point.value.partition(":")[0])
 
 
-def _in_folders(folders: str) -> Iterator[Incident]:
+def _in_folders(folders: Iterable[Path]) -> Iterator[Incident]:
     """Each directory goes onto the import path, and into that of the processes that this one starts."""
-    for folder in filter(None, folders.split(os.pathsep)):
-        place = Path(folder).expanduser().resolve()
-        if not place.is_dir():
-            raise BadInputError(f"{FOLDERS_VARIABLE}: {folder} is not a directory")
-        if str(place) not in sys.path:
-            sys.path.append(str(place))
-        for entry in sorted(place.glob(f"*/{fact_files.FILE_NAME}")):
+    for folder in folders:
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+        for entry in sorted(folder.glob(f"*/{fact_files.FILE_NAME}")):
             yield _exported(entry.parent.name)
 
 

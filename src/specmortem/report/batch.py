@@ -146,7 +146,8 @@ def write_index(out: Path, root: Path) -> Path:
 def _job(slug: str, root: Path, params: Mapping[str, str], standard: Mapping[str, Any]) -> _Job:
     """What to run for a slug, with all its parameters but `results_path`."""
     incident = None if slug == OVERVIEW else fact_files.load(slug, root)
-    notebook = root.parent / "notebooks" / (incident.notebook if incident else OVERVIEW_NOTEBOOK)
+    overview = root.parent / "notebooks" / OVERVIEW_NOTEBOOK
+    notebook = fact_files.notebook(incident, root) if incident else overview
     try:
         declared = declared_parameters(notebook)
     except SpecmortemError as error:

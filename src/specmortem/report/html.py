@@ -70,7 +70,7 @@ def render(executed: Path, out: Path | None = None, root: Path | None = None) ->
     loaded = Results.load(results) if results.exists() else None
     older = ""
     if incident:
-        source = (root or fact_files.find_root()).parent / "notebooks" / incident.notebook
+        source = fact_files.notebook(incident, root)
         older = changes(notebook, read_notebook(source)) if source.exists() else ""
     return write_atomically(out or executed.with_name(PAGE), page(notebook, incident, loaded, run, older))
 
