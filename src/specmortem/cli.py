@@ -16,6 +16,7 @@ from specmortem.report.terminal import write_table
 from specmortem.tools.audit.command import audit, campaign
 from specmortem.tools.engine.command import engine
 from specmortem.tools.load.command import load
+from specmortem.tools.new.command import new
 
 if TYPE_CHECKING:
     from specmortem.report.batch import RunResult
@@ -51,7 +52,7 @@ class _Commands(click.Group):
 )
 def main(folders: tuple[Path, ...]) -> None:
     """Executable postmortems of speculative-decoding incidents in vLLM."""
-    given = [*map(str, folders), os.environ.get("SPECMORTEM_INCIDENTS", "")]
+    given = [*(str(folder.absolute()) for folder in folders), os.environ.get("SPECMORTEM_INCIDENTS", "")]
     if folders:  # for the processes that are started, too
         os.environ["SPECMORTEM_INCIDENTS"] = os.pathsep.join(filter(None, given))
 
@@ -220,6 +221,7 @@ main.add_command(audit)
 main.add_command(campaign)
 main.add_command(load)
 main.add_command(engine)
+main.add_command(new)
 
 
 def _chosen(slugs: Sequence[str], every: bool) -> list[str]:

@@ -1,0 +1,1 @@
+"""`specmortem new`: a folder with a whole incident in it, to be changed into a real one."""
