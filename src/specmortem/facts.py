@@ -52,7 +52,7 @@ class Impact:
 
 
 @dataclass(frozen=True)
-class Event:
+class TimelineEvent:
     """One dated line of the timeline."""
 
     date: str
@@ -143,7 +143,7 @@ class Facts:
     notebook: str
     impact: Impact
     environment: Mapping[str, str] = field(default_factory=dict)
-    timeline: tuple[Event, ...] = ()
+    timeline: tuple[TimelineEvent, ...] = ()
     hypotheses: tuple[Hypothesis, ...] = ()
     claims: tuple[Claim, ...] = ()
     causes: tuple[Cause, ...] = ()

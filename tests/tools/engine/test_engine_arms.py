@@ -15,7 +15,7 @@ from specmortem.errors import BadInputError, UnavailableError
 from specmortem.incidents.mtp_draft_loop import layouts as mtp_layouts
 from specmortem.incidents.mtp_draft_loop.kernels import Planner
 from specmortem.tools.engine import arms, child
-from specmortem.tools.engine.workload import SHAPES, Random, Recall, Workload, plan
+from specmortem.tools.engine.workload import SHAPES, RandomTokens, RecallPrompts, Workload, plan
 
 COMMITTED = arms.with_arms()
 
@@ -201,7 +201,7 @@ def test_idle_work_in_front_of_draft_passes_is_told_to_the_child():
     found = arms.parse(delayed())
     work = found.arm("sound").workload
     assert work.draft_delay_us == (3000, 3000.5)
-    assert plan(work, Random(64), 0, 0)[0]["draft_delay_us"] == [3000, 3000.5]
+    assert plan(work, RandomTokens(64), 0, 0)[0]["draft_delay_us"] == [3000, 3000.5]
     assert found.arm("sound").config()["workload"]["draft_delay_us"] == [3000, 3000.5]
 
 
@@ -333,12 +333,12 @@ def test_a_model_with_random_weights_is_written_where_the_engine_finds_it(tmp_pa
 
 def test_a_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(UnavailableError, match="no model in data/none"):
-        arms.Model(path="data/none").folder(tmp_path, tmp_path)
+        arms.ServedModel(path="data/none").folder(tmp_path, tmp_path)
 
 
 def test_tasks_that_cannot_be_had_are_named():
     with pytest.raises(BadInputError, match=r"\[model\] tasks = 'nowhere:tasks'"):
-        arms.Model(path="x", tasks="nowhere:tasks").source()
+        arms.ServedModel(path="x", tasks="nowhere:tasks").source()
 
 
 RANGES = st.tuples(st.integers(1, 40), st.integers(0, 40)).map(lambda pair: (pair[0], sum(pair)))
@@ -358,7 +358,7 @@ WORKLOADS = st.builds(
 )
 
 
-@given(WORKLOADS, st.integers(0, 5), st.sampled_from([Recall(make), Random(64)]))
+@given(WORKLOADS, st.integers(0, 5), st.sampled_from([RecallPrompts(make), RandomTokens(64)]))
 def test_a_plan_holds_what_the_workload_says(workload, number, source):
     told, answers = plan(workload, source, 7, number)
     again, _ = plan(workload, source, 7, number)
@@ -372,7 +372,7 @@ def test_a_plan_holds_what_the_workload_says(workload, number, source):
         assert workload.max_tokens[0] <= request["max_tokens"] <= workload.max_tokens[1]
         assert len(request["prompt"]) + request["max_tokens"] <= workload.longest
         answer = answers[request["id"]]
-        assert answer is None if isinstance(source, Random) else len(answer) == request["max_tokens"]
+        assert answer is None if isinstance(source, RandomTokens) else len(answer) == request["max_tokens"]
     if workload.shared_prompt:
         assert all(len({tuple(r["prompt"]) for r in part["requests"]}) == 1 for part in told["rounds"])
     assert Workload.from_dict(json.loads(json.dumps(workload.as_dict()))) == workload
@@ -380,14 +380,16 @@ def test_a_plan_holds_what_the_workload_says(workload, number, source):
 
 def test_another_seed_and_another_run_ask_for_something_else():
     workload = SHAPES["churn"]
-    plans = [plan(workload, Recall(make), seed, number)[0] for seed, number in ((1, 0), (1, 1), (2, 0))]
+    plans = [
+        plan(workload, RecallPrompts(make), seed, number)[0] for seed, number in ((1, 0), (1, 1), (2, 0))
+    ]
     prompts = [json.dumps(each["rounds"]) for each in plans]
     assert len(set(prompts)) == 3
 
 
 def test_given_lengths_are_those_of_the_prompts():
     workload = Workload("w", "a test", (2, 3, 2), (1, 1), (4, 4), prompt_lengths=((30, 40), (10, 20, 50)))
-    told, _ = plan(workload, Random(64), 0, 0)
+    told, _ = plan(workload, RandomTokens(64), 0, 0)
     lengths = [[len(request["prompt"]) for request in part["requests"]] for part in told["rounds"]]
     assert lengths == [[30, 40], [10, 20, 50], [30, 40]]
     assert workload.longest == 54 and workload.total == 7
@@ -407,7 +409,7 @@ def test_recall_prompts_come_with_their_answers():
     from specmortem.tools.engine import tasks
 
     workload = SHAPES["churn"]
-    told, answers = plan(workload, Recall(tasks.tasks), 3, 0)
+    told, answers = plan(workload, RecallPrompts(tasks.tasks), 3, 0)
     first = told["rounds"][0]["requests"][0]
     assert first["prompt"][0] == tasks.BOS
     assert len(answers[first["id"]]) == first["max_tokens"]

@@ -57,7 +57,7 @@ def test_a_file_comes_back_as_it_was(results, tmp_path):
 def test_the_schema_has_the_fields_of_a_request_in_their_order():
     defined = result.schema()["$defs"]
     titles = [item["title"] for item in defined["request"]["prefixItems"]]
-    assert titles == [field.name for field in fields(result.Request)]
+    assert titles == [field.name for field in fields(result.EngineRequest)]
     for name, made in (("run", Run), ("start", Start), ("arm", ArmRuns), ("counts", Counts)):
         names = [field.name for field in fields(made)]
         required = [field for field in names if field not in YOUNGER]

@@ -8,8 +8,8 @@ import torch
 
 from specmortem.errors import BadInputError
 from specmortem.tools.engine import recall
-from specmortem.tools.engine.tasks import Task, stride_of, tasks
-from specmortem.tools.engine.tiny_model import Config, TinyModel, load
+from specmortem.tools.engine.tasks import RecallTask, stride_of, tasks
+from specmortem.tools.engine.tiny_model import TinyConfig, TinyModel, load
 
 CHECKPOINT = Path(__file__).parents[3] / "data" / "tiny-recall"
 LIMIT = 8_000_000  # bytes, of all files together
@@ -25,7 +25,7 @@ def model() -> TinyModel:
 def untrained() -> TinyModel:
     torch.manual_seed(0)
     return TinyModel(
-        Config(hidden_size=32, head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8)
+        TinyConfig(hidden_size=32, head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8)
     ).eval()
 
 
@@ -33,7 +33,7 @@ def test_the_checkpoint_is_small_and_says_how_it_was_made():
     assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) < LIMIT
     log = json.loads((CHECKPOINT / "training.json").read_text())
     assert log["steps_done"] == log["plan"]["steps"] + log["plan"]["stumble_steps"] and log["curve"]
-    assert Config.from_json(json.loads((CHECKPOINT / "config.json").read_text())) == Config()
+    assert TinyConfig.from_json(json.loads((CHECKPOINT / "config.json").read_text())) == TinyConfig()
     rows = [row for row in log["held_out"]["prompts"].values() if "drafts_accepted" in row]
     assert len(rows) == len(recall.LENGTHS)
     worst = min(row["float32"]["token_accuracy"] for row in rows)
@@ -88,7 +88,10 @@ def test_right_and_exact_are_counted(untrained):
     some = tasks(3, 0, (20, 20), 6)
     prompts = torch.tensor([task.prompt for task in some])
     said = recall.greedy(untrained, prompts, 6).tokens.tolist()
-    twisted = [Task(0, some[0].prompt, tuple(said[0])), Task(1, some[1].prompt, (0, *said[1][1:]))]
+    twisted = [
+        RecallTask(0, some[0].prompt, tuple(said[0])),
+        RecallTask(1, some[1].prompt, (0, *said[1][1:])),
+    ]
     result = recall.recall(untrained, twisted)
     assert (result.tasks, result.exact, result.tokens, result.right) == (2, 1, 12, 11)
     assert 0 <= result.least_margin <= result.first_percentile_margin
@@ -108,7 +111,8 @@ def test_no_change_changes_nothing(untrained, at):
     prompts = torch.tensor([task.prompt for task in some])
     said = recall.greedy(untrained, prompts, 4).tokens.tolist()
     own = [
-        Task(i, task.prompt, tuple(tokens)) for i, (task, tokens) in enumerate(zip(some, said, strict=True))
+        RecallTask(i, task.prompt, tuple(tokens))
+        for i, (task, tokens) in enumerate(zip(some, said, strict=True))
     ]
     result = recall.after_change(untrained, own, at, recall.CHANGES["none"])
     assert (result.exact, result.tokens) == (3, 3 * (4 - max(at, 0)))

@@ -11,10 +11,10 @@ from specmortem import upstream
 from specmortem.errors import UnavailableError
 from specmortem.tools.engine.tiny_model import (
     Attention,
-    Config,
     GatedDelta,
     GatedNorm,
     GemmaNorm,
+    TinyConfig,
     TinyModel,
     delta_rule,
 )
@@ -33,7 +33,7 @@ CONFIG, SPECULATION = "vllm/transformers_utils/configs/qwen3_next.py", "vllm/con
 ROTARY = f"{LAYERS}/rotary_embedding/common.py"
 FILES = (MAIN, HEAD, DENSE, DELTA, GATING, NORMS, ROTARY, CONVOLUTION, CONFIG, SPECULATION)
 HOLDS_WEIGHT = re.compile(r"(Linear|Norm|Embedding|LMHead|RMSNormGated)$")
-SMALL = Config(linear_key_head_dim=8, linear_value_head_dim=8, hidden_size=32)
+SMALL = TinyConfig(linear_key_head_dim=8, linear_value_head_dim=8, hidden_size=32)
 UNUSED = ("_layer_scale",)  # made only where the configuration has layer_scale
 
 
@@ -165,7 +165,7 @@ def test_every_field_of_the_configuration_is_read(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "pop":
             taken.add(ast.literal_eval(node.args[0]))
     of_any_model = {"architectures", "model_type", "torch_dtype", "bos_token_id", "eos_token_id"}
-    fields = set(Config().to_json())
+    fields = set(TinyConfig().to_json())
     assert fields - taken - of_any_model == {"num_nextn_predict_layers"}
     assert 'getattr(hf_config, "num_nextn_predict_layers", None)' in source(tree, SPECULATION)
 
@@ -176,11 +176,11 @@ def test_both_parts_must_hold_experts(tree):
     assert "No Qwen3Next layer found" in code
     for path in (MAIN, HEAD):
         assert "self.set_moe_parameters()" in source(tree, path)
-    assert 0 not in Config().mlp_only_layers
+    assert 0 not in TinyConfig().mlp_only_layers
 
 
 def test_projections_are_laid_out_as_released(tree):
-    layer = GatedDelta(Config())
+    layer = GatedDelta(TinyConfig())
     released = upstream.lift_method(tree, DELTA, "QwenGatedDeltaNetAttention.fix_query_key_value_ordering")
     stand_in = SimpleNamespace(
         num_k_heads=layer.key_heads,
@@ -201,7 +201,7 @@ def test_projections_are_laid_out_as_released(tree):
 @torch.no_grad()
 def test_the_delta_rule_is_the_released_kernels(tree):
     """Gates, normalization, scale, sharing of key heads, and the state: the decode kernel, token after token."""
-    layer, tokens = GatedDelta(Config()), 3
+    layer, tokens = GatedDelta(TinyConfig()), 3
     layer.A_log.copy_(torch.rand(4) - 0.5)
     layer.dt_bias.copy_(torch.randn(4))
     mixed, b, a = torch.randn(1, tokens, 512), torch.randn(1, tokens, 4), torch.randn(1, tokens, 4)
@@ -257,7 +257,7 @@ def test_the_convolution_is_the_released_kernel(tree):
 @torch.no_grad()
 def test_attention_is_the_released_one(tree):
     """Layout of queries and gates, norms, rotation and gate; the attention itself is PyTorch's."""
-    config = Config()
+    config = TinyConfig()
     own, x = Attention(config), torch.randn(1, 9, 128)
     for norm in (own.q_norm, own.k_norm):
         norm.weight.normal_(std=0.3)

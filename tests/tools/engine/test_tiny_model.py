@@ -12,8 +12,8 @@ from specmortem.tools.engine.tiny_model import (
     FULL,
     LINEAR,
     WEIGHTS,
-    Config,
     LinearState,
+    TinyConfig,
     TinyModel,
     delta_rule,
     greedy,
@@ -24,7 +24,7 @@ from specmortem.tools.engine.tiny_model import (
     stored,
 )
 
-SMALL = Config(
+SMALL = TinyConfig(
     hidden_size=32,
     intermediate_size=48,
     layer_types=(LINEAR, FULL, LINEAR),

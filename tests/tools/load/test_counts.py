@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.tools.load import client, driver
-from specmortem.tools.load.outcome import WHOLE, Ask, Ledger, Outcome, Record
+from specmortem.tools.load.outcome import WHOLE, Ask, Ledger, Outcome, RequestRecord
 from specmortem.tools.load.result import Result, Status
 from specmortem.tools.load.signs import find_loop
 
@@ -34,7 +34,7 @@ def ask(id):
 
 
 def record(id, outcome=Outcome.OK, **more):
-    return Record(id, 1, outcome, "", 0.0, 1.0, **more)
+    return RequestRecord(id, 1, outcome, "", 0.0, 1.0, **more)
 
 
 @given(STEPS)

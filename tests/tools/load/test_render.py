@@ -5,7 +5,7 @@ import re
 import pytest
 
 from specmortem.tools.load.metrics import Window
-from specmortem.tools.load.outcome import Outcome, Record
+from specmortem.tools.load.outcome import Outcome, RequestRecord
 from specmortem.tools.load.render import as_run, page, rounds
 from specmortem.tools.load.result import Result, Status
 
@@ -14,7 +14,7 @@ from .servers import settings
 
 def record(number, outcome=Outcome.OK, **more):
     some = {"status": 200, "max_tokens": 40, "completion_tokens": 40, "first_text_s": 0.25, **more}
-    return Record(f"1-{number:03d}", 1, outcome, "", number / 10, 1.0, **some)
+    return RequestRecord(f"1-{number:03d}", 1, outcome, "", number / 10, 1.0, **some)
 
 
 def result(*records, windows=(), **shape):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from specmortem.tools.load.outcome import Outcome, Record
+from specmortem.tools.load.outcome import Outcome, RequestRecord
 from specmortem.tools.load.prompts import WORDS, generate
 from specmortem.tools.load.signs import WINDOW, early_among_peers, ends_early, find_loop
 
@@ -94,7 +94,9 @@ def test_early_ends(finish_reason, text, tokens, asked, early):
 
 def answers(*tokens, **more):
     return [
-        Record(f"1-{i:03d}", 1, Outcome.OK, "", 0, 1, finish_reason="stop", completion_tokens=n, **more)
+        RequestRecord(
+            f"1-{i:03d}", 1, Outcome.OK, "", 0, 1, finish_reason="stop", completion_tokens=n, **more
+        )
         for i, n in enumerate(tokens)
     ]
 
@@ -118,6 +120,6 @@ def test_early_among_peers(tokens, early):
 
 
 def test_peers_are_whole_answers_of_the_load():
-    warm = [Record(f"0-{i:03d}", 0, Outcome.OK, "", 0, 1, completion_tokens=100) for i in range(9)]
-    cut = [Record(f"2-{i:03d}", 2, Outcome.CUT, "", 0, 1, completion_tokens=100) for i in range(9)]
+    warm = [RequestRecord(f"0-{i:03d}", 0, Outcome.OK, "", 0, 1, completion_tokens=100) for i in range(9)]
+    cut = [RequestRecord(f"2-{i:03d}", 2, Outcome.CUT, "", 0, 1, completion_tokens=100) for i in range(9)]
     assert not early_among_peers([*answers(5), *warm, *cut])

@@ -13,7 +13,7 @@ from specmortem.incidents.async_accepted_counts import arms
 from specmortem.isolation import ArmResult
 from specmortem.study import Cell
 from specmortem.tools.engine import tasks, workload
-from specmortem.tools.engine.result import ArmRuns, EngineResults, Request
+from specmortem.tools.engine.result import ArmRuns, EngineRequest, EngineResults
 from specmortem.verdict import DeviceKind, Evidence, Outcome, Row
 
 SLUG = "async-accepted-counts"
@@ -489,7 +489,7 @@ def wrong_answers_table(results: EngineResults) -> pd.DataFrame:
     `wrong from token` counts from 1.
     """
     givers: dict[tuple[int, str, tuple[int, ...]], list[str]] = {}
-    asked: dict[tuple[int, str, tuple[int, ...]], tuple[Request, int]] = {}
+    asked: dict[tuple[int, str, tuple[int, ...]], tuple[EngineRequest, int]] = {}
     for arm in results.arms:
         for number, request, wrong in _wrong_answers(arm, results.seed):
             key = (number, request.id, request.got)
@@ -501,9 +501,9 @@ def wrong_answers_table(results: EngineResults) -> pd.DataFrame:
     )
 
 
-def _wrong_answers(arm: ArmRuns, seed: int) -> Iterable[tuple[int, Request, int]]:
+def _wrong_answers(arm: ArmRuns, seed: int) -> Iterable[tuple[int, EngineRequest, int]]:
     """Run, request and how many of its tokens are wrong, for each wrong answer of an arm."""
-    load, recall = workload.Workload.from_dict(arm.config["workload"]), workload.Recall(tasks.tasks)
+    load, recall = workload.Workload.from_dict(arm.config["workload"]), workload.RecallPrompts(tasks.tasks)
     for run in arm.runs:
         answers = workload.plan(load, recall, seed, run.run)[1]
         for request in run.kept:
@@ -513,7 +513,7 @@ def _wrong_answers(arm: ArmRuns, seed: int) -> Iterable[tuple[int, Request, int]
 
 
 def _given_by(
-    arms: Sequence[str], found: Mapping[tuple[int, str, tuple[int, ...]], tuple[Request, int]]
+    arms: Sequence[str], found: Mapping[tuple[int, str, tuple[int, ...]], tuple[EngineRequest, int]]
 ) -> dict[str, Any]:
     requests = [request for request, _ in found.values()]
     starts = sorted({1 + request.wrong_at for request in requests if request.wrong_at is not None})

@@ -19,7 +19,7 @@ from typing import Any
 
 from specmortem import facts
 from specmortem.errors import BadInputError, UnavailableError
-from specmortem.tools.engine.workload import Random, Recall, Source, Workload
+from specmortem.tools.engine.workload import RandomTokens, RecallPrompts, Source, Workload
 
 FILE_NAME = "engine.toml"
 SPECULATION = "engine.speculative_config"
@@ -67,7 +67,7 @@ PAIR_KINDS: Mapping[str, Kinds] = {"left": str, "right": str, "question": str}
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """A model directory relative to the checkout, or a `config.json` to be filled with random weights.
 
     `tasks` names the function that makes prompts with known answers, "package.module:function"; without it prompts
@@ -103,16 +103,16 @@ class Model:
     def source(self) -> Source:
         """Where prompts come from. Raises BadInputError when the function cannot be had."""
         if not self.tasks:
-            return Random(int((self.config or {}).get("vocab_size", self.vocab)))
+            return RandomTokens(int((self.config or {}).get("vocab_size", self.vocab)))
         module, _, name = self.tasks.partition(":")
         try:
-            return Recall(getattr(importlib.import_module(module), name))
+            return RecallPrompts(getattr(importlib.import_module(module), name))
         except (ImportError, AttributeError) as error:
             raise BadInputError(f"[model] tasks = {self.tasks!r}: {error}") from error
 
 
 @dataclass(frozen=True)
-class Arm:
+class EngineArm:
     """One engine: a release, its arguments and environment, and what is sent to it.
 
     `patch` names a change of the release that its process makes before the engine starts; empty for none.
@@ -158,8 +158,8 @@ class Experiment:
 
     incident: str
     question: str
-    model: Model
-    arms: tuple[Arm, ...]
+    model: ServedModel
+    arms: tuple[EngineArm, ...]
     pairs: tuple[Pair, ...]
     runs: int = LEAST_RUNS
     seed: int = 0
@@ -167,7 +167,7 @@ class Experiment:
     run_timeout_s: float = 60.0
     notes: tuple[str, ...] = ()
 
-    def arm(self, name: str) -> Arm:
+    def arm(self, name: str) -> EngineArm:
         """The arm of that name. Raises BadInputError for another one."""
         for arm in self.arms:
             if arm.name == name:
@@ -218,7 +218,7 @@ def parse(data: Mapping[str, Any]) -> Experiment:
     _typed(data["model"], MODEL_KINDS, "[model]: ")
     given = {name: data[name] for name in GIVEN if name in data}
     notes = tuple(str(note) for note in data.get("notes", ()))
-    model = Model(**data["model"])
+    model = ServedModel(**data["model"])
     found = Experiment(data["incident"], data["question"], model, arms, (), notes=notes, **given)
     return _checked(found, [_pair(found, _table(table, "[[pairs]]")) for table in data.get("pairs", [])])
 
@@ -267,7 +267,7 @@ def _pair(found: Experiment, table: Mapping[str, Any]) -> Pair:
     return Pair(left.name, right.name, difference(left, right), table.get("question", ""))
 
 
-def difference(left: Arm, right: Arm) -> str:
+def difference(left: EngineArm, right: EngineArm) -> str:
     """The one variable in which two arms differ. Raises BadInputError when they differ in none or in several."""
     found = differences(left, right)
     if len(found) != 1:
@@ -278,7 +278,7 @@ def difference(left: Arm, right: Arm) -> str:
     return found[0]
 
 
-def differences(left: Arm, right: Arm) -> list[str]:
+def differences(left: EngineArm, right: EngineArm) -> list[str]:
     """Dotted names of all variables in which two arms differ."""
     skipped = {"workload.name", "workload.source"}
     return [name for name in _differing("", left.config(), right.config()) if name not in skipped]
@@ -295,7 +295,7 @@ def _differing(head: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> 
     return found
 
 
-def _arm(base: Mapping[str, Any], table: Mapping[str, Any], workloads: Mapping[str, Any]) -> Arm:
+def _arm(base: Mapping[str, Any], table: Mapping[str, Any], workloads: Mapping[str, Any]) -> EngineArm:
     _typed(table, ARM_KINDS, f"arm {table.get('name', '')}: ")
     name = table.get("name", "")
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
@@ -313,7 +313,7 @@ def _arm(base: Mapping[str, Any], table: Mapping[str, Any], workloads: Mapping[s
     return _built(name, made, table)
 
 
-def _built(name: str, made: Mapping[str, Any], table: Mapping[str, Any]) -> Arm:
+def _built(name: str, made: Mapping[str, Any], table: Mapping[str, Any]) -> EngineArm:
     _typed({**made, "workload": ""}, BASE_KINDS, f"arm {name}: ")
     if not re.fullmatch(r"\d+\.\d+\.\d+\w*", str(made.get("vllm", ""))):
         raise BadInputError(f"arm {name}: vllm = {made.get('vllm')!r}; give a release like {NEWEST}")
@@ -332,7 +332,7 @@ def _built(name: str, made: Mapping[str, Any], table: Mapping[str, Any]) -> Arm:
     if (patch := made.get("patch", "")) not in ("", *PATCHES):
         raise BadInputError(f"arm {name}: no patch {patch!r}; known: {', '.join(PATCHES)}")
     reference, says = table.get("reference", ""), table.get("says", "")
-    return Arm(name, made["vllm"], engine, {**ALWAYS_ENV, **env}, workload, reference, says, patch)
+    return EngineArm(name, made["vllm"], engine, {**ALWAYS_ENV, **env}, workload, reference, says, patch)
 
 
 def _no_draft_pass(engine: Mapping[str, Any]) -> str:

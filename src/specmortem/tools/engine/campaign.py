@@ -20,16 +20,16 @@ from typing import Any
 from specmortem import isolation, verdict
 from specmortem.errors import BadInputError
 from specmortem.tools.engine import judge, process
-from specmortem.tools.engine.arms import Arm, Experiment
+from specmortem.tools.engine.arms import EngineArm, Experiment
 from specmortem.tools.engine.process import Environment, Event, StartLimits
 from specmortem.tools.engine.result import (
     FAULTS,
-    Acceptance,
     ArmRuns,
     Counts,
+    EngineRequest,
     EngineResults,
-    Request,
     Run,
+    RunAcceptance,
     RunOutcome,
     Start,
     Status,
@@ -154,7 +154,7 @@ class EngineCampaign:
             notes=found.notes,
         )
 
-    def run(self, chosen: Sequence[Arm], environments: Mapping[str, Environment]) -> EngineResults:
+    def run(self, chosen: Sequence[EngineArm], environments: Mapping[str, Environment]) -> EngineResults:
         """All arms, in order."""
         status: Status = "partial"
         try:
@@ -171,7 +171,7 @@ class EngineCampaign:
         self.save()
         return self.results
 
-    def arm(self, arm: Arm, environment: Environment) -> bool:
+    def arm(self, arm: EngineArm, environment: Environment) -> bool:
         """All runs of an arm that are not there yet; False when the time was up or somebody interrupted."""
         self._put(self._old(arm))
         while not self._result(arm).whole:
@@ -185,7 +185,7 @@ class EngineCampaign:
                 break  # what did not come up, or failed in Python, will do so the next time too
         return True
 
-    def _old(self, arm: Arm) -> ArmRuns:
+    def _old(self, arm: EngineArm) -> ArmRuns:
         """What an earlier call left of this arm. Raises BadInputError when it was another configuration."""
         fresh = ArmRuns(arm.name, arm.config(), arm.reference, arm.says, self.runs)
         if (old := self.results.arm(arm.name)) is None:
@@ -196,7 +196,7 @@ class EngineCampaign:
             )
         return replace(old, planned=self.runs)
 
-    def _start(self, arm: Arm, environment: Environment, left: Sequence[int]) -> Start:
+    def _start(self, arm: EngineArm, environment: Environment, left: Sequence[int]) -> Start:
         """One engine process for the runs that are left; what it tells goes into the result at once."""
         follower = _Follower(self, arm, len(self._result(arm).starts))
         runs = [self.plan(arm, number) for number in left]
@@ -213,7 +213,7 @@ class EngineCampaign:
         follower.end(start)
         return start
 
-    def plan(self, arm: Arm, number: int) -> dict[str, Any]:
+    def plan(self, arm: EngineArm, number: int) -> dict[str, Any]:
         """Run `number` as the child is told it."""
         key = number, str(arm.workload)
         if key not in self.plans:
@@ -221,28 +221,28 @@ class EngineCampaign:
             self.plans[key], self.answers[key] = made | {"eos": self.eos}, dict(answers)
         return self.plans[key]
 
-    def planned(self, arm: Arm, number: int) -> dict[str, Mapping[str, Any]]:
+    def planned(self, arm: EngineArm, number: int) -> dict[str, Mapping[str, Any]]:
         """The requests of run `number` by id."""
         told = self.plan(arm, number)
         return {request["id"]: request for part in told["rounds"] for request in part["requests"]}
 
-    def answer(self, arm: Arm, number: int) -> Answers:
+    def answer(self, arm: EngineArm, number: int) -> Answers:
         """The right answers of run `number`; None also where sampling makes others right."""
         self.plan(arm, number)
         known = self.answers[number, str(arm.workload)]
         return known if arm.workload.temperature == 0 else dict.fromkeys(known)
 
-    def compares(self, arm: Arm) -> bool:
+    def compares(self, arm: EngineArm) -> bool:
         """Whether it has a reference, or is one."""
         return bool(arm.reference) or any(other.reference == arm.name for other in self.experiment.arms)
 
-    def add_start(self, arm: Arm, start: Start) -> None:
+    def add_start(self, arm: EngineArm, start: Start) -> None:
         """Put in the end of a process, and save."""
         old = self._result(arm)
         self._put(replace(old, starts=(*old.starts, start)))
         self.save()
 
-    def add_run(self, arm: Arm, found: Run) -> None:
+    def add_run(self, arm: EngineArm, found: Run) -> None:
         """Put in a run, compare it, and save."""
         old = self._result(arm)
         self._put(replace(old, runs=(*old.runs, found)))
@@ -255,7 +255,7 @@ class EngineCampaign:
         """Write the file."""
         self.results.save(self.out)
 
-    def _compare(self, arm: Arm, number: int) -> None:
+    def _compare(self, arm: EngineArm, number: int) -> None:
         """Run `number` of an arm with that of its reference, if both are there and as they are asked for now."""
         reference = self.experiment.arm(arm.reference)
         mine, plain = self._run(arm, number), self._run(reference, number)
@@ -265,13 +265,13 @@ class EngineCampaign:
         old = self._result(arm)
         self._put(replace(old, runs=tuple(made if run.run == number else run for run in old.runs)))
 
-    def _run(self, arm: Arm, number: int) -> Run | None:
+    def _run(self, arm: EngineArm, number: int) -> Run | None:
         found = self.results.arm(arm.name)
         if found is None or dict(found.config) != arm.config():
             return None
         return next((run for run in found.runs if run.run == number), None)
 
-    def _result(self, arm: Arm) -> ArmRuns:
+    def _result(self, arm: EngineArm) -> ArmRuns:
         found = self.results.arm(arm.name)
         assert found is not None
         return found
@@ -288,11 +288,11 @@ class EngineCampaign:
 class _Follower:
     """Turns what one process tells into runs."""
 
-    def __init__(self, campaign: EngineCampaign, arm: Arm, start: int) -> None:
+    def __init__(self, campaign: EngineCampaign, arm: EngineArm, start: int) -> None:
         self.campaign, self.arm, self.start = campaign, arm, start
         self.current: int | None = None
         self.first = True
-        self.requests: list[Request] = []
+        self.requests: list[EngineRequest] = []
 
     def take(self, event: Event) -> None:
         if event["event"] == "up":
@@ -304,7 +304,7 @@ class _Follower:
         elif event["event"] == "run":
             self._whole(event)
 
-    def _request(self, event: Event) -> Request:
+    def _request(self, event: Event) -> EngineRequest:
         asked = self.campaign.planned(self.arm, event["run"])[event["id"]]
         answer = self.campaign.answer(self.arm, event["run"])[event["id"]]
         return judged(event["id"], asked, event["tokens"], event["finish"], answer)
@@ -314,7 +314,7 @@ class _Follower:
         acceptance = None
         if "draft_tokens" in counted:
             per_position = tuple(counted.get("per_position", ()))
-            acceptance = Acceptance(
+            acceptance = RunAcceptance(
                 counted["drafts"], counted["draft_tokens"], counted["accepted"], per_position
             )
         self._add(
@@ -351,13 +351,13 @@ class _Follower:
 
 def judged(
     id: str, asked: Mapping[str, Any], tokens: Sequence[int], finish: str, answer: Sequence[int] | None
-) -> Request:
+) -> EngineRequest:
     """A request by its right answer; without one, as where tokens are sampled, it stays unjudged."""
     size, most = len(asked["prompt"]), asked["max_tokens"]
     if answer is None:
-        return Request(id, size, most, len(tokens), finish, judged=False, got=tuple(tokens))
+        return EngineRequest(id, size, most, len(tokens), finish, judged=False, got=tuple(tokens))
     at = judge.wrong_at(tokens, answer)
-    return Request(
+    return EngineRequest(
         id,
         size,
         most,
@@ -371,7 +371,7 @@ def judged(
     )
 
 
-def with_requests(run: Run, requests: Iterable[Request], every: bool) -> Run:
+def with_requests(run: Run, requests: Iterable[EngineRequest], every: bool) -> Run:
     """A run with the counts of all of its requests, and those of them that are worth keeping.
 
     `every` keeps those without a known answer too, whose tokens could not be had again.
@@ -392,14 +392,16 @@ def with_requests(run: Run, requests: Iterable[Request], every: bool) -> Run:
     return replace(run, counts=counts, kept=kept, short=short)
 
 
-def _telling(request: Request) -> bool:
+def _telling(request: EngineRequest) -> bool:
     if not request.judged:
         return request.plain == "differs"
     cut = request.tokens < request.max_tokens and request.finish != ABORT
     return request.damaged or request.plain == "differs" or cut
 
 
-def requests_of(run: Run, planned: Mapping[str, Mapping[str, Any]], answers: Answers) -> dict[str, Request]:
+def requests_of(
+    run: Run, planned: Mapping[str, Mapping[str, Any]], answers: Answers
+) -> dict[str, EngineRequest]:
     """All requests of a run that ended, by id: those kept, and the others, which have the start of their answer."""
     found = {request.id: request for request in run.kept}
     for id, asked in planned.items():
@@ -407,7 +409,7 @@ def requests_of(run: Run, planned: Mapping[str, Mapping[str, Any]], answers: Ans
             most = asked["max_tokens"]
             finish = ABORT if id in run.short else "length"
             tokens = run.short.get(id, most)
-            found[id] = Request(id, len(asked["prompt"]), most, tokens, finish, judged=True)
+            found[id] = EngineRequest(id, len(asked["prompt"]), most, tokens, finish, judged=True)
     return found
 
 
@@ -418,14 +420,16 @@ def beside(run: Run, plain: Run, planned: Mapping[str, Mapping[str, Any]], answe
     return with_requests(run, (_beside(r, others.get(r.id), answers.get(r.id)) for r in mine), every=True)
 
 
-def tokens_of(request: Request, answer: Sequence[int] | None) -> tuple[int, ...]:
+def tokens_of(request: EngineRequest, answer: Sequence[int] | None) -> tuple[int, ...]:
     """The tokens of a request, from those kept or from the right answer."""
     if request.got or request.tokens == 0 or answer is None:
         return request.got
     return tuple(answer[: request.tokens])
 
 
-def _beside(request: Request, plain: Request | None, answer: Sequence[int] | None) -> Request:
+def _beside(
+    request: EngineRequest, plain: EngineRequest | None, answer: Sequence[int] | None
+) -> EngineRequest:
     """A request with what the same one got without speculation, as far as both go.
 
     Where one was aborted before its first token there is nothing to compare.

@@ -280,7 +280,7 @@ class BuildEvent:
     A build fills page-locked buffers of its builder, the row pointers of the pages and FlashInfer's plan, and queues
     their copies (v1/attention/backends/flashinfer.py:885-940 and :1305 in vLLM 0.24.0). The next one fills the same
     buffers. One event a builder, recorded after its copies and waited for by the host, is what the fix of
-    incident mtp-draft-loop comes to.
+    the draft-loop incident comes to.
     """
 
     def __init__(self) -> None:

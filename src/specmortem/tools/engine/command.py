@@ -13,7 +13,7 @@ import click
 from specmortem.errors import BadInputError
 
 if TYPE_CHECKING:
-    from specmortem.tools.engine.arms import Arm, Experiment
+    from specmortem.tools.engine.arms import EngineArm, Experiment
     from specmortem.tools.engine.campaign import Options
     from specmortem.tools.engine.process import Environment
     from specmortem.tools.engine.result import EngineResults
@@ -76,7 +76,7 @@ def engine(
     ctx.exit(_exit_code(found, chosen))
 
 
-def _exit_code(found: EngineResults, chosen: Sequence[Arm]) -> int:
+def _exit_code(found: EngineResults, chosen: Sequence[EngineArm]) -> int:
     if found.status == "interrupted":
         return INTERRUPTED
     done = {arm.name for arm in found.arms if arm.whole}
@@ -116,7 +116,7 @@ def _root() -> Path:
     return facts.find_root().parent
 
 
-def _environments(places: Sequence[str], chosen: Sequence[Arm]) -> dict[str, Environment]:
+def _environments(places: Sequence[str], chosen: Sequence[EngineArm]) -> dict[str, Environment]:
     """Environments by release; what --at does not name is this interpreter's, if it has that release."""
     from importlib import metadata
 
@@ -155,7 +155,7 @@ def _command(
     return shlex.join([*words, *["--resume"] * resume, *["--smoke"] * smoke])
 
 
-def _plan(experiment: Experiment, chosen: Sequence[Arm], runs: int) -> str:
+def _plan(experiment: Experiment, chosen: Sequence[EngineArm], runs: int) -> str:
     """Arms, requests and a first estimate of the time on a GPU."""
     from specmortem.tools.engine import estimate
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specmortem.tools.engine.arms import Arm, Experiment
+from specmortem.tools.engine.arms import EngineArm, Experiment
 
 # Of an engine on an H200, eager: 20 to 60 s with a Triton cache, 99 s without, 175 s where FlashInfer compiles.
 START_S = 75.0
 STEP_S = 0.03  # of an eager step of a tiny model with three drafts on an H200; 0.015 without drafts
 
 
-def run_s(arm: Arm, trained: bool) -> float:
+def run_s(arm: EngineArm, trained: bool) -> float:
     """Seconds of a run: steps at `STEP_S` and the idle GPU work in front of them and of their draft passes.
 
     A step is taken to give each request in flight a token and, of a `trained` model, half of its drafts.
@@ -48,7 +48,7 @@ class Cost:
         )
 
 
-def cost(experiment: Experiment, chosen: Sequence[Arm], runs: int) -> Cost:
+def cost(experiment: Experiment, chosen: Sequence[EngineArm], runs: int) -> Cost:
     """Of `runs` runs of each arm."""
     trained = bool(experiment.model.tasks)
     seconds = sum(START_S + runs * run_s(arm, trained) for arm in chosen)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specmortem.errors import BadInputError
-from specmortem.tools.engine.tasks import Task, stride_of, tasks
+from specmortem.tools.engine.tasks import RecallTask, stride_of, tasks
 from specmortem.tools.engine.tiny_model import (
     Greedy,
     KeyValues,
@@ -48,7 +48,7 @@ class Recall:
         return self.right / self.tokens
 
 
-def recall(model: TinyModel, given: Sequence[Task]) -> Recall:
+def recall(model: TinyModel, given: Sequence[RecallTask]) -> Recall:
     """Greedy answers to tasks of one prompt length and one answer length, compared with the right ones.
 
     Raises:
@@ -65,7 +65,7 @@ def _compared(said: Greedy, answers: Tensor) -> Recall:
     return Recall(len(right), exact, right.numel(), int(right.sum()), float(said.margins.min()), low)
 
 
-def _tensors(model: TinyModel, given: Sequence[Task]) -> tuple[Tensor, Tensor]:
+def _tensors(model: TinyModel, given: Sequence[RecallTask]) -> tuple[Tensor, Tensor]:
     if len({(len(task.prompt), len(task.answer)) for task in given}) != 1:
         raise BadInputError(
             "tasks of several lengths or none: give tasks with one prompt and one answer length"
@@ -76,7 +76,7 @@ def _tensors(model: TinyModel, given: Sequence[Task]) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class RecallAcceptance:
     """Drafts proposed, steps by the number accepted in them, and requests whose text is not the greedy one."""
 
     proposed: int
@@ -94,14 +94,14 @@ class Acceptance:
         return self.accepted / self.proposed
 
 
-def acceptance(model: TinyModel, given: Sequence[Task], depth: int = DEPTH) -> Acceptance:
+def acceptance(model: TinyModel, given: Sequence[RecallTask], depth: int = DEPTH) -> RecallAcceptance:
     """Answers by the model's own drafts, `depth` a step, one request after the other."""
     runs = [speculate(model, task.prompt, len(task.answer), depth) for task in given]
     prompts, answers = _tensors(model, given)
     plain = greedy(model, prompts, answers.shape[1]).tokens.tolist()
     wrong = sum(run.tokens != tokens for run, tokens in zip(runs, plain, strict=True))
     steps = Counter(count for run in runs for count in run.counts)
-    return Acceptance(sum(run.proposed for run in runs), dict(sorted(steps.items())), wrong)
+    return RecallAcceptance(sum(run.proposed for run in runs), dict(sorted(steps.items())), wrong)
 
 
 def rolled(state: State) -> State:
@@ -127,7 +127,7 @@ CHANGES: dict[str, Change] = {
 
 
 @torch.no_grad()
-def after_change(model: TinyModel, given: Sequence[Task], at: int, change: Change) -> Recall:
+def after_change(model: TinyModel, given: Sequence[RecallTask], at: int, change: Change) -> Recall:
     """How answers go on when the state is changed after `at` of their tokens, or `-at` tokens before their prompts end.
 
     Only what follows the change is counted; what went before is the right text.
@@ -148,9 +148,9 @@ def after_change(model: TinyModel, given: Sequence[Task], at: int, change: Chang
     return _compared(after, answers[:, said:])
 
 
-def alternating(count: int, seed: int, length: int, answer: int) -> list[Task]:
+def alternating(count: int, seed: int, length: int, answer: int) -> list[RecallTask]:
     """`count` tasks, at least two, in which each asks for another stride than the ones beside it, ends included."""
-    chosen: list[Task] = []
+    chosen: list[RecallTask] = []
     for task in tasks(40 * count, seed, (length, length), answer):
         beside = chosen[-1:] + (chosen[:1] if len(chosen) == count - 1 else [])
         if len(chosen) < count and stride_of(task.prompt) not in [stride_of(one.prompt) for one in beside]:

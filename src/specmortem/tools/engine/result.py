@@ -26,7 +26,7 @@ Status = Literal["complete", "partial", "interrupted"]
 
 
 @dataclass(frozen=True)
-class Request:
+class EngineRequest:
     """One request: counts of tokens, and what is wrong with those that came.
 
     `tokens` came of at most `max_tokens`. `judged` says whether it is held against the right answer: one must be known,
@@ -68,7 +68,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class RunAcceptance:
     """The engine's own counters over a run: drafts, tokens in them, those accepted, and accepted by position."""
 
     drafts: int
@@ -101,10 +101,10 @@ class Run:
     outcome: RunOutcome
     kind: str
     counts: Counts
-    kept: tuple[Request, ...] = ()
+    kept: tuple[EngineRequest, ...] = ()
     short: Mapping[str, int] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
-    acceptance: Acceptance | None = None
+    acceptance: RunAcceptance | None = None
     steps: int = 0
     median_ms: float | None = None
     p99_ms: float | None = None
@@ -242,7 +242,7 @@ def _arm(data: Mapping[str, Any]) -> ArmRuns:
 
 def _run(data: Mapping[str, Any]) -> Run:
     counted = data["acceptance"]
-    acceptance = counted and Acceptance(**{**counted, "per_position": tuple(counted["per_position"])})
+    acceptance = counted and RunAcceptance(**{**counted, "per_position": tuple(counted["per_position"])})
     made = {
         "counts": Counts(**data["counts"]),
         "kept": tuple(map(_request, data["kept"])),
@@ -252,9 +252,9 @@ def _run(data: Mapping[str, Any]) -> Run:
     return Run(**{**data, **made})
 
 
-def _request(row: Sequence[Any]) -> Request:
-    made = dict(zip((each.name for each in fields(Request)), row, strict=True))
-    return Request(**{**made, "got": tuple(made["got"])})
+def _request(row: Sequence[Any]) -> EngineRequest:
+    made = dict(zip((each.name for each in fields(EngineRequest)), row, strict=True))
+    return EngineRequest(**{**made, "got": tuple(made["got"])})
 
 
 @cache

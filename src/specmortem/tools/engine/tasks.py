@@ -43,7 +43,7 @@ MAX_PROMPT = 16384
 
 
 @dataclass(frozen=True)
-class Task:
+class RecallTask:
     """One request: token ids of the prompt, and of the answer that a right model gives greedily.
 
     `name` numbers the tasks of one call of `tasks`. The answer is as long as the request's `max_tokens` should be.
@@ -54,7 +54,7 @@ class Task:
     answer: tuple[int, ...]
 
 
-def tasks(count: int, seed: int, length: tuple[int, int], answer: int) -> list[Task]:
+def tasks(count: int, seed: int, length: tuple[int, int], answer: int) -> list[RecallTask]:
     """`count` tasks of `seed` with prompts of `length` tokens (from, to, both included) and `answer` tokens to say.
 
     The ring has as many tokens as the prompt allows, at most `MAX_RING`; a longer prompt goes round it again. A task
@@ -75,14 +75,14 @@ def tasks(count: int, seed: int, length: tuple[int, int], answer: int) -> list[T
     return [_task(name, random.Random(f"{seed} {name}"), length, answer) for name in range(count)]
 
 
-def _task(name: int, rng: random.Random, length: tuple[int, int], answer: int) -> Task:
+def _task(name: int, rng: random.Random, length: tuple[int, int], answer: int) -> RecallTask:
     size = rng.randint(*length)
     ring = rng.sample(ITEMS, min(size - MARKS - CLOSING, MAX_RING))
     stride = rng.choice(STRIDES)
     starts = rng.sample(range(len(ring)), 2)
     body = [ring[place % len(ring)] for place in range(size - MARKS)]
     prompt = [BOS, STRIDE_TOKENS[stride], *body, ASK, *(ring[start] for start in starts)]
-    return Task(name, tuple(prompt), tuple(walks(ring, stride, starts, answer)))
+    return RecallTask(name, tuple(prompt), tuple(walks(ring, stride, starts, answer)))
 
 
 def walks(ring: Sequence[int], stride: int, starts: Sequence[int], count: int) -> list[int]:
@@ -105,7 +105,7 @@ def stride_of(prompt: Sequence[int]) -> int:
     return named[prompt[1]]
 
 
-def as_prompts(some: Iterable[Task]) -> str:
+def as_prompts(some: Iterable[RecallTask]) -> str:
     """Tasks as lines of `specmortem load --prompts`: token ids of a prompt, and those of the answer as `expected`."""
     return "".join(json.dumps({"prompt": task.prompt, "expected": task.answer}) + "\n" for task in some)
 

@@ -34,7 +34,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 @dataclass(frozen=True)
-class Config:
+class TinyConfig:
     """The fields of a Qwen3-Next `config.json` that change the mathematics, under their names there."""
 
     vocab_size: int = VOCAB
@@ -83,7 +83,7 @@ class Config:
         return fixed | {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self).items()}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Config:
+    def from_json(cls, values: dict[str, Any]) -> TinyConfig:
         """The configuration in a `config.json`.
 
         Raises:
@@ -164,7 +164,7 @@ class Mlp(nn.Module):
 class Experts(nn.Module):
     """Routed experts with renormalized weights, and a shared one behind a sigmoid gate."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TinyConfig) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.chosen = config.num_experts_per_tok
@@ -203,7 +203,7 @@ class Attention(nn.Module):
     `q_proj` holds for each head its query, then its gate.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TinyConfig) -> None:
         super().__init__()
         self.config, hidden = config, config.hidden_size
         self.heads, self.groups, self.size = (
@@ -302,7 +302,7 @@ class GatedDelta(nn.Module):
     all keys, then all values. A value head uses the key head at the same share of its number.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TinyConfig) -> None:
         super().__init__()
         self.key_heads, self.heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.key_size, self.size = config.linear_key_head_dim, config.linear_value_head_dim
@@ -370,7 +370,7 @@ class Layer(nn.Module):
     linear_attn: GatedDelta
     self_attn: Attention
 
-    def __init__(self, config: Config, kind: str, number: int) -> None:
+    def __init__(self, config: TinyConfig, kind: str, number: int) -> None:
         super().__init__()
         self.kind = kind
         if kind == LINEAR:
@@ -403,7 +403,7 @@ class Layer(nn.Module):
 class Trunk(nn.Module):
     """Embedding, layers and the last norm."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TinyConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, kind, i) for i, kind in enumerate(config.layer_types))
@@ -413,7 +413,7 @@ class Trunk(nn.Module):
 class Mtp(nn.Module):
     """The head that drafts, from the next token's embedding and the hidden state ahead of it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TinyConfig) -> None:
         super().__init__()
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([Layer(config, FULL, 0)])
@@ -454,9 +454,9 @@ class State:
 class TinyModel(nn.Module):
     """The main model and its head, with the weight names of a released checkpoint."""
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(self, config: TinyConfig | None = None) -> None:
         super().__init__()
-        self.config = config or Config()
+        self.config = config or TinyConfig()
         self.model = Trunk(self.config)
         self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
         self.mtp = Mtp(self.config)
@@ -647,7 +647,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> TinyModel:
         UnavailableError: safetensors is not installed.
     """
     try:
-        config = Config.from_json(json.loads((folder / CONFIG).read_text()))
+        config = TinyConfig.from_json(json.loads((folder / CONFIG).read_text()))
         weights = _safetensors().load_file(folder / WEIGHTS)
     except (FileNotFoundError, json.JSONDecodeError) as error:
         raise BadInputError(

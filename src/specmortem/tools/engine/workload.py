@@ -208,7 +208,7 @@ SHAPES: Mapping[str, Workload] = {
 }
 
 
-class Recall:
+class RecallPrompts:
     """Prompts of a model that has tasks with known answers; `make` is `tasks.tasks` or a function like it."""
 
     def __init__(self, make: Callable[[int, int, Range, int], Sequence[Any]]) -> None:
@@ -222,7 +222,7 @@ class Recall:
         return [(tuple(task.prompt), tuple(task.answer)) for task in self.make(count, seed, length, answer)]
 
 
-class Random:
+class RandomTokens:
     """Prompts of a model with random weights: any tokens, and nothing that would be right."""
 
     def __init__(self, vocab: int) -> None:
@@ -241,7 +241,7 @@ class Random:
         ]
 
 
-Source = Recall | Random
+Source = RecallPrompts | RandomTokens
 
 
 def plan(workload: Workload, source: Source, seed: int, number: int) -> tuple[dict[str, Any], Answers]:

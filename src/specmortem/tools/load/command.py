@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from specmortem.tools.load.driver import Driver, Watcher
-    from specmortem.tools.load.outcome import Ask, Record
+    from specmortem.tools.load.outcome import Ask, RequestRecord
     from specmortem.tools.load.result import Result
     from specmortem.tools.load.settings import Settings, Shape
 
@@ -231,7 +231,7 @@ class _Bar:
         self._flight += 1
         self._show(0)
 
-    def closed(self, record: Record) -> None:
+    def closed(self, record: RequestRecord) -> None:
         """One less in flight."""
         from specmortem.tools.load.outcome import UNREMARKABLE
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.tools.load import metrics
 from specmortem.tools.load.client import Client, NoAnswerError, Reply
-from specmortem.tools.load.outcome import SUSPICIOUS, WHOLE, Ask, Ledger, Outcome, Record
+from specmortem.tools.load.outcome import SUSPICIOUS, WHOLE, Ask, Ledger, Outcome, RequestRecord
 from specmortem.tools.load.prompts import is_right
 from specmortem.tools.load.result import Finding, Result, Sign, Status
 from specmortem.tools.load.settings import Settings
@@ -36,7 +36,7 @@ class Watcher(Protocol):
     def sent(self, ask: Ask) -> None:
         """A request went out."""
 
-    def closed(self, record: Record) -> None:
+    def closed(self, record: RequestRecord) -> None:
         """A request has its outcome."""
 
     def say(self, line: str) -> None:
@@ -49,7 +49,7 @@ class Quiet:
     def sent(self, ask: Ask) -> None:
         """Nothing."""
 
-    def closed(self, record: Record) -> None:
+    def closed(self, record: RequestRecord) -> None:
         """Nothing."""
 
     def say(self, line: str) -> None:
@@ -203,7 +203,7 @@ class Driver:
             if reply.outcome in SUSPICIOUS:
                 await self._check_health()
 
-    def _after_warm_up(self, records: tuple[Record, ...]) -> None:
+    def _after_warm_up(self, records: tuple[RequestRecord, ...]) -> None:
         """A failed warm-up ends the run; one that loops is worth a note."""
         failed = [record for record in records if record.outcome not in WHOLE]
         if failed:
@@ -226,12 +226,12 @@ class Driver:
         self.ledger.close(record)
         self._watcher.closed(record)
 
-    def _record(self, ask: Ask, reply: Reply, text: str, outcome: Outcome, reason: str) -> Record:
+    def _record(self, ask: Ask, reply: Reply, text: str, outcome: Outcome, reason: str) -> RequestRecord:
         """The record of a reply, everything in it fit to keep."""
         clean = self._client.clean
         at = [when - reply.started for when in reply.text_at]
         gaps = [later - sooner for sooner, later in zip(at, at[1:], strict=False)]
-        return Record(
+        return RequestRecord(
             ask.id,
             ask.round,
             outcome,
@@ -365,7 +365,7 @@ def _missed(ask: Ask, token_ids: list[int]) -> str:
     return f"token {at} of the answer is {token_ids[at]}, expected {ask.expected[at]}"
 
 
-def _tally(records: tuple[Record, ...]) -> dict[Outcome, int]:
+def _tally(records: tuple[RequestRecord, ...]) -> dict[Outcome, int]:
     return {o: n for o in Outcome if (n := sum(record.outcome is o for record in records))}
 
 

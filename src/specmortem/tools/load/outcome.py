@@ -65,7 +65,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Record:
+class RequestRecord:
     """A request that was sent, and what became of it.
 
     Times are seconds, `started_s` since the start of the run; `completion_tokens` are the server's own count, None
@@ -99,7 +99,7 @@ class Record:
         return asdict(self) | {"outcome": self.outcome.value}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Record:
+    def from_dict(cls, data: Mapping[str, Any]) -> RequestRecord:
         """Inverse of `as_dict`."""
         return cls(**{**data, "outcome": Outcome(data["outcome"])})
 
@@ -110,7 +110,7 @@ class Ledger:
     def __init__(self) -> None:
         """Empty."""
         self._in_flight: dict[str, tuple[Ask, float]] = {}
-        self._closed: dict[str, Record] = {}
+        self._closed: dict[str, RequestRecord] = {}
 
     @property
     def sent(self) -> int:
@@ -123,7 +123,7 @@ class Ledger:
         return len(self._in_flight)
 
     @property
-    def records(self) -> tuple[Record, ...]:
+    def records(self) -> tuple[RequestRecord, ...]:
         """Those with an outcome, in the order of their outcomes."""
         return tuple(self._closed.values())
 
@@ -137,7 +137,7 @@ class Ledger:
             raise ValueError(f"request {ask.id} was sent already")
         self._in_flight[ask.id] = (ask, at_s)
 
-    def close(self, record: Record) -> None:
+    def close(self, record: RequestRecord) -> None:
         """Give a request its outcome. Raises ValueError when it is not in flight."""
         if record.id not in self._in_flight:
             raise ValueError(f"request {record.id} is not in flight")
@@ -155,15 +155,15 @@ class Ledger:
         for ask, at_s in list(self._in_flight.values()):
             self.close(interrupted(ask, reason, at_s, now_s))
 
-    def as_interrupted(self, reason: str, now_s: float) -> tuple[Record, ...]:
+    def as_interrupted(self, reason: str, now_s: float) -> tuple[RequestRecord, ...]:
         """All records as they would be after `interrupt`, leaving the ledger as it is."""
         pending = [interrupted(ask, reason, at_s, now_s) for ask, at_s in self._in_flight.values()]
         return (*self.records, *pending)
 
 
-def interrupted(ask: Ask, reason: str, at_s: float, now_s: float) -> Record:
+def interrupted(ask: Ask, reason: str, at_s: float, now_s: float) -> RequestRecord:
     """The record of a request that this client gave up."""
-    return Record(
+    return RequestRecord(
         ask.id,
         ask.round,
         Outcome.INTERRUPTED,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from specmortem.report.terminal import CLEAN, FAULT, OPEN, Line, write_lines, write_table
 from specmortem.tools.load.metrics import COLLAPSE_RULE
-from specmortem.tools.load.outcome import MEANING, UNREMARKABLE, Outcome, Record
+from specmortem.tools.load.outcome import MEANING, UNREMARKABLE, Outcome, RequestRecord
 from specmortem.tools.load.result import COMPLETE, Finding, Result, Status
 from specmortem.tools.load.signs import EARLY_RULE, LOOP_RULE
 
@@ -54,7 +54,7 @@ def rounds(result: Result) -> list[Round]:
     return [_round(number, [r for r in result.requests if r.round == number], streamed) for number in numbers]
 
 
-def _round(number: int, records: Sequence[Record], streamed: bool) -> Round:
+def _round(number: int, records: Sequence[RequestRecord], streamed: bool) -> Round:
     ok = [r for r in records if r.outcome is Outcome.OK]
     span = max(r.started_s + r.seconds for r in records) - min(r.started_s for r in records)
     tokens = [r.completion_tokens for r in records if r.completion_tokens is not None]
@@ -205,7 +205,7 @@ def _requests_figure(result: Result) -> tuple[str, str]:
     return _svg(made), told + (f"; {bad} end with a cross" if bad else "")
 
 
-def _kind(record: Record) -> str:
+def _kind(record: RequestRecord) -> str:
     return record.outcome.value if record.outcome in UNREMARKABLE else "detected"
 
 

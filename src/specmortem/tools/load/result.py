@@ -14,7 +14,7 @@ from typing import Any
 
 from specmortem.errors import BadInputError
 from specmortem.tools.load.metrics import Window
-from specmortem.tools.load.outcome import UNREMARKABLE, Outcome, Record
+from specmortem.tools.load.outcome import UNREMARKABLE, Outcome, RequestRecord
 from specmortem.verdict import check_schema, read_json, write_atomically
 
 SCHEMA_VERSION = 1
@@ -77,7 +77,7 @@ class Result:
     settings: Mapping[str, Any]
     versions: Mapping[str, str]
     planned: int
-    requests: tuple[Record, ...]
+    requests: tuple[RequestRecord, ...]
     signs: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     not_judged: tuple[str, ...] = ()
@@ -157,7 +157,7 @@ class Result:
             },
             status=Status(data["status"]),
             planned=data["planned"],
-            requests=tuple(map(Record.from_dict, data["requests"])),
+            requests=tuple(map(RequestRecord.from_dict, data["requests"])),
             signs=tuple(Finding.from_dict(f) for f in data["findings"] if f["kind"] in names),
             notes=tuple(data["notes"]),
             not_judged=tuple(data["not_judged"]),

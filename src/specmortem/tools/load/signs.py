@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from specmortem.tools.load.outcome import Outcome, Record
+from specmortem.tools.load.outcome import Outcome, RequestRecord
 
 LOOP_RULE = (
     "a loop is a unit of 1 to 500 characters that stands unbroken at least 8 times over at least 200 characters, or "
@@ -95,7 +95,7 @@ def ends_early(finish_reason: str, text: str, tokens: int | None, asked: int) ->
     return "stop without any text" if not text else ""
 
 
-def early_among_peers(records: Iterable[Record]) -> Mapping[str, str]:
+def early_among_peers(records: Iterable[RequestRecord]) -> Mapping[str, str]:
     """Reasons by id of whole answers of the load that ended early beside their peers, by `EARLY_RULE`."""
     whole = {
         r.id: r

@@ -30,7 +30,7 @@ from specmortem.incidents.async_accepted_counts.engine.count_loop import DECODE,
 from specmortem.incidents.async_accepted_counts.engine.input_batch import InputBatch, NewRequest
 from specmortem.incidents.async_accepted_counts.engine.policies import Mode, Policy, Scheduling
 from specmortem.incidents.async_accepted_counts.engine.uploads import Uploads
-from specmortem.incidents.async_accepted_counts.engine.word_model import VOCAB, StateCopy, WordModel
+from specmortem.incidents.async_accepted_counts.engine.word_model import VOCAB, RestoredState, WordModel
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class AsyncRunner:
         """
         accepted = {} if self._last is None else self._last.accepted()
         places = {}
-        copies: dict[int, StateCopy] = {}
+        copies: dict[int, RestoredState] = {}
         for row, (req_id, decode) in enumerate(zip(order, decodes, strict=True)):
             places[req_id] = self._next_place(req_id, row, decode, accepted)
             if decode and places[req_id].column != self._places[req_id].column:
@@ -328,13 +328,13 @@ class AsyncRunner:
         computed = self._places[req_id].computed + count if drafted else length
         return _Place((computed + self.config.num_speculative_tokens) // size, computed)
 
-    def _copy(self, req_id: int, row: int, target: int, accepted: tuple[int, bool]) -> StateCopy:
+    def _copy(self, req_id: int, row: int, target: int, accepted: tuple[int, bool]) -> RestoredState:
         (own, drafted), column, blocks = accepted, self._places[req_id].column, self.batch.blocks[row]
         got = int(self.batch.num_accepted[row, 0])
         self.batch.num_accepted[row, 0] = 1
         if got != own:
             self.wrong.append(WrongCount(self.steps, req_id, not drafted, got, own))
-        return StateCopy(int(blocks[column]), int(blocks[column + got - 1]), int(blocks[target]), got - 1)
+        return RestoredState(int(blocks[column]), int(blocks[column + got - 1]), int(blocks[target]), got - 1)
 
     def _upload(self, order: Sequence[int], decodes: Sequence[bool]) -> list[int]:
         """The step's other inputs; gives the lengths of the prompts among them."""

@@ -87,7 +87,7 @@ def text(rng: random.Random, opening: int = 4) -> Text:
     return Text([ID[w] for w in prompt], [ID[w] for w in (*whole[opening:], STOP)])
 
 
-class StateCopy(NamedTuple):
+class RestoredState(NamedTuple):
     """Blocks of a convolution's line, of the state, and of both's target, and how far the window shifts."""
 
     line: int
@@ -169,7 +169,7 @@ class WordModel:
         self.decode(nobody, nobody, nobody[:, 0] + 1)
         self.prefill(nobody[0], nobody[0, 0].long())
 
-    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+    def copy_states(self, copies: Sequence[RestoredState]) -> None:
         """In order: the window shifted, the state as it is."""
         for line, block, target, shift in copies:
             self.conv[target, :WINDOW] = self.conv[line, shift : shift + WINDOW].clone()
