@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import os
@@ -355,6 +356,7 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(
         ({"target": "experiments.give"}, "'package.module:function'"),
         ({"target": "isolated_targets:give.more"}, "'package.module:function'"),
         ({"target": "__main__:give"}, "move the function to a module"),
+        ({"target": lambda: None}, "'package.module:function'"),
         ({"kwargs": {"value": {1, 2}}}, "JSON cannot hold its kwargs"),
         ({"device": "tpu"}, "'sim' or 'cuda'"),
         ({"timeout_s": 0}, "timeout_s is 0"),
@@ -366,6 +368,13 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(
 def test_arms_that_cannot_be_run_are_refused_when_made(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(BadInputError, match=text):
         Arm(**{"target": "isolated_targets:give", **fields})
+
+
+def test_an_arm_of_a_function_is_the_arm_of_its_name() -> None:
+    give = importlib.import_module("isolated_targets").give
+    made = Arm(give, {"value": 5})
+    assert made == Arm("isolated_targets:give", {"value": 5})
+    assert (made.label, run_arms([made])[0].value) == ("isolated_targets:give", 5)
 
 
 def test_limits_that_make_no_sense_are_refused_before_anything_starts(

@@ -73,14 +73,15 @@ HOST_MEMORY = r"std::bad_alloc|can't allocate memory"
 
 @dataclass(frozen=True)
 class Arm:
-    """One experiment: `target`, "package.module:function", called with `kwargs` in a process of its own.
+    """One experiment: `target` called with `kwargs` in a process of its own.
 
-    The function returns what JSON can hold. `timeout_s` counts from the start of the process. On `sim` the
-    process has TRITON_INTERPRET=1. An arm with its own `env` takes seconds to start, not milliseconds.
+    The target is a function of a module, or its name, "package.module:function"; the arm keeps the name, so that
+    both give equal arms. It returns what JSON can hold. `timeout_s` counts from the start of the process. On `sim`
+    the process has TRITON_INTERPRET=1. An arm with its own `env` takes seconds to start, not milliseconds.
     Raises BadInputError for a field that cannot be used.
     """
 
-    target: str
+    target: Callable[..., Any] | str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     timeout_s: float = 60.0
@@ -89,7 +90,7 @@ class Arm:
 
     def __post_init__(self) -> None:
         """Refuse what would fail only in the child."""
-        _check_target(self.target)
+        object.__setattr__(self, "target", target_of(self.target))
         if self.device not in get_args(Device):
             raise BadInputError(f"arm {self.label}: device {self.device!r} is not 'sim' or 'cuda'")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -102,7 +103,7 @@ class Arm:
     @property
     def label(self) -> str:
         """How messages and progress call the arm."""
-        return self.name or self.target
+        return self.name or target_of(self.target)
 
     def request(self, memory_bytes: int | None) -> str:
         """What the child is told, as JSON."""
@@ -510,25 +511,18 @@ def end_of(path: Path) -> str:
 
 
 def target_of(function: Callable[..., Any] | str) -> str:
-    """A function as the target of an arm, `package.module:function`; text is taken as it is.
+    """A function as the target of an arm, `package.module:function`; such text is taken as it is.
 
     Raises BadInputError for one that another process cannot import, such as a lambda or a function of a notebook.
     """
-    if isinstance(function, str):
-        return function
-    target = f"{function.__module__}:{function.__qualname__}"
-    _check_target(target)
-    return target
-
-
-def _check_target(target: str) -> None:
-    """Raises BadInputError unless `target` can be imported by another process."""
+    target = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", target):
         raise BadInputError(f"target {target!r} is not of the form 'package.module:function'")
     if target.startswith("__main__:"):
         raise BadInputError(
             f"target {target!r} cannot be imported by another process; move the function to a module"
         )
+    return target
 
 
 def _check_env(arm: Arm) -> None:
