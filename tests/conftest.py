@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,24 @@ def package_index() -> None:
             session.get(f"{index.endpoint()}/pip/", timeout=20, stream=True).close()
     except (UnavailableError, requests.ConnectionError, requests.Timeout) as error:
         pytest.skip(f"no package index: {index.redacted(error)}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that execute notebooks come first: begun last, one of them would keep a single worker busy to the end."""
+    slow = {item.path for item in items if item.get_closest_marker("notebook")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`, each file goes to one worker, in the order given, so that what a module sets up is set up once."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -40,6 +40,10 @@ POLL_S = 0.005
 REQUEST, OUTPUT = "request.json", "stderr"  # of an experiment, in its folder
 WAKING = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # none of them ends the supervisor
 PR_SET_CHILD_SUBREAPER = 36
+FIRST_LAUNCH = (
+    "triton.experimental.gluon",
+    "numpy.ma",
+)  # what the first interpreted launch of a process imports
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from specmortem import _forkserver; _forkserver.main(sys.argv[2:])"
@@ -289,7 +293,8 @@ def may_fork(target: str) -> bool:
 
 def preload(*modules: str) -> None:
     """Import torch, triton and these; a failed import fails again, and is told, in the experiment that needs it."""
-    for name in ("torch", "triton", "triton.language", *modules):
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    for name in ("torch", "triton", "triton.language", *(FIRST_LAUNCH if interpreted else ()), *modules):
         with suppress(Exception):
             importlib.import_module(name)
 

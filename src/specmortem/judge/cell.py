@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 from contextlib import suppress
 from typing import Any
 
@@ -18,12 +17,10 @@ from specmortem.judge.records import Record, Recorded
 from specmortem.judge.subjects import Place
 from specmortem.verdict import Verdict
 
-# The supervisor imports this module once, and forks the judgements with all probes in memory; and with what the
-# interpreter would import at the first launch of a kernel.
-_LATE = ("triton.experimental.gluon", "numpy.ma") if os.environ.get("TRITON_INTERPRET") == "1" else ()
-for _module in (*(f"{one.package}.probe" for one in all_incidents().values()), *_LATE):
+# The supervisor imports this module once, and forks the judgements with all probes in memory.
+for _incident in all_incidents().values():
     with suppress(Exception):
-        importlib.import_module(_module)
+        importlib.import_module(f"{_incident.package}.probe")
 
 
 def judge(cause: str, place: dict[str, str], device: str, cpu_seconds: float) -> dict[str, Any]:
