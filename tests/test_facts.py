@@ -123,7 +123,7 @@ def test_every_grade_has_a_meaning():
         (
             'source = "toy#2"',
             'source = " "',
-            "[[claims]] 'c1': source must be text that is not empty, got ' '",
+            "[[claims]] 'c1': source must be text that is not empty, got ''",
         ),
         (
             'grade = "reproduced"\nsource = "toy#2"',
@@ -168,10 +168,10 @@ def test_every_grade_has_a_meaning():
         ('release = "0.24.0"', 'rel = "0.24.0"', "[fixed]: unknown key 'rel'"),
         ('needs = "cpu"', 'needs = "tpu"', "[[causes]] 'late-copy': needs 'tpu' is not one of cpu, gpu"),
         ('slug = "toy"', 'slug = "tiy"', "slug 'tiy' differs from its folder 'toy'"),
-        ("schema = 1", "schema = 2", "schema 2 is not 1"),
+        ("schema = 1", "schema = 2", "schema 2 is not one of 1"),
         ("[environment]", "[environment", "is not TOML"),
-        ("[[open_questions]]", "[open_questions]", "open_questions must be an array of tables"),
-        ('[environment]\ngpu = "any"', "[environment.gpu]", "[environment]: gpu must be text"),
+        ("[[open_questions]]", "[open_questions]", "[open_questions] must be a list"),
+        ('[environment]\ngpu = "any"', "[environment.gpu]", "[environment]: [gpu] must be text"),
         ("[[timeline]]\ndate = 2026-01-02\n", "[[timeline]]\n", "[[timeline]] entry 1: date is missing"),
     ],
 )

@@ -10,25 +10,23 @@ import os
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
+from specmortem import convert
+from specmortem.convert import Text, Value, build
 from specmortem.errors import BadInputError, UnavailableError
 
-SCHEMA_VERSION = 1
 FILE_NAME = "incident.toml"
 HOME_VARIABLE = "SPECMORTEM_HOME"
 FOLDERS_VARIABLE = "SPECMORTEM_INCIDENTS"
 Grade = Literal["demonstrated", "reproduced", "reported", "open"]
 HypothesisVerdict = Literal["supported", "refuted", "open"]
 Needs = Literal["cpu", "gpu"]
-Lines = tuple[str, ...]
-T = TypeVar("T")
 
 GRADE_MEANING: Mapping[Grade, str] = types.MappingProxyType(
     {
@@ -40,68 +38,76 @@ GRADE_MEANING: Mapping[Grade, str] = types.MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Impact:
+class Lines(tuple[str, ...]):
+    """Texts, given as a list or, where there is one, alone. Raises BadInputError for an empty one."""
+
+    __slots__ = ()
+
+    def __new__(cls, given: object = ()) -> Lines:
+        """Take one text, or several."""
+        texts: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+        for text in texts:
+            if not isinstance(text, str) or not text:
+                raise BadInputError(f"must be text that is not empty, got {text!r}")
+        return super().__new__(cls, texts)
+
+
+class Impact(Value, frozen=True):
     """Who was hit, and what to do about it tonight."""
 
     who: Lines
     symptom: Lines
     exposed: Lines
     tonight: Lines
-    not_exposed: Lines = ()
+    not_exposed: Lines = Lines()
 
 
-@dataclass(frozen=True)
-class TimelineEvent:
+class TimelineEvent(Value, frozen=True):
     """One dated line of the timeline."""
 
-    date: str
-    what: str
-    source: str
+    date: Text
+    what: Text
+    source: Text
 
 
-@dataclass(frozen=True)
-class Hypothesis:
+class Hypothesis(Value, frozen=True):
     """A proposed cause; `causes` name the result rows that decide it."""
 
-    id: str
-    statement: str
+    id: Text
+    statement: Text
     verdict: HypothesisVerdict
-    because: str
-    causes: Lines = ()
+    because: Text
+    causes: Lines = Lines()
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(Value, frozen=True):
     """A sentence that the postmortem stands behind, with how well it is backed."""
 
-    id: str
-    text: str
+    id: Text
+    text: Text
     grade: Grade
-    source: str
-    cause: str = ""
+    source: Text
+    cause: Text = ""
 
 
-@dataclass(frozen=True)
-class Fix:
+class Fix(Value, frozen=True):
     """The release that carries the fix, and who says so; either may be unknown."""
 
-    release: str = ""
-    source: str = ""
+    release: Text = ""
+    source: Text = ""
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(Value, frozen=True):
     """One mechanism; `affected` is a version specifier of vLLM, empty where unknown."""
 
-    id: str
-    title: str
-    mechanism: str
+    id: Text
+    title: Text
+    mechanism: Text
     needs: Needs
-    reached_by: str
+    reached_by: Text
     fixed: Fix | None = None
-    affected: str = ""
-    workarounds: Lines = ()
+    affected: Text = ""
+    workarounds: Lines = Lines()
 
     def affects(self, release: str) -> bool | None:
         """Whether the file says that this vLLM release has the cause; None where it does not say."""
@@ -110,39 +116,36 @@ class Cause:
         return SpecifierSet(self.affected).contains(Version(release), prereleases=True)
 
 
-@dataclass(frozen=True)
-class Workaround:
+class Workaround(Value, frozen=True):
     """Something an operator can do, what it costs and who verified it."""
 
-    id: str
-    action: str
-    cost: str
-    verified_by: str
+    id: Text
+    action: Text
+    cost: Text
+    verified_by: Text
     grade: Grade
-    source: str
+    source: Text
 
 
-@dataclass(frozen=True)
-class OpenQuestion:
+class OpenQuestion(Value, frozen=True):
     """What is not known, and what would settle it."""
 
-    question: str
-    settles: str
+    question: Text
+    settles: Text
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(Value, frozen=True):
     """The whole of an `incident.toml`; `grade` is the grade of its main claim."""
 
-    schema: int
-    slug: str
-    title: str
-    summary: str
+    schema: Literal[1]
+    slug: Text
+    title: Text
+    summary: Text
     grade: Grade
-    status: str
-    notebook: str
+    status: Text
+    notebook: Text
     impact: Impact
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, Text] = {}
     timeline: tuple[TimelineEvent, ...] = ()
     hypotheses: tuple[Hypothesis, ...] = ()
     claims: tuple[Claim, ...] = ()
@@ -227,12 +230,12 @@ def load(slug: str, root: Path | None = None) -> Facts:
         raise BadInputError(f"no incident {slug!r}; known: {', '.join(known) or 'none'}")
     path = known[slug] / FILE_NAME
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = _plain(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UnavailableError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise BadInputError(f"{path} is not TOML: {error}") from error
-    incident = _build(Facts, data, f"{path}: top level")
+    incident = build(Facts, data, lambda where: _place(str(path), data, where))
     _check(incident, slug, str(path))
     return incident
 
@@ -241,79 +244,39 @@ def _holds_incidents(folder: Path) -> bool:
     return next(folder.glob(f"*/{FILE_NAME}"), None) is not None
 
 
-def _build(kind: type[T], table: Any, where: str) -> T:
-    """A dataclass from the TOML table at `where`, refusing unknown, missing and ill-typed keys."""
-    if not isinstance(table, dict):
-        raise BadInputError(f"{where}: expected a table, got {table!r}")
-    hints = get_type_hints(kind)
-    if unknown := sorted(set(table) - set(hints)):
-        raise BadInputError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(hints)}")
-    for f in fields(kind):  # type: ignore[arg-type]
-        if f.name not in table and f.default is MISSING and f.default_factory is MISSING:
-            raise BadInputError(f"{where}: {f.name} is missing")
-    return kind(**{name: _convert(hints[name], value, where, name) for name, value in table.items()})
+def _plain(value: Any) -> Any:
+    """TOML with dates as text, and without the space around texts."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return (
+        value.isoformat() if isinstance(value, date) else value.strip() if isinstance(value, str) else value
+    )
 
 
-def _convert(hint: Any, value: Any, where: str, name: str) -> Any:
-    """`value` as the field type `hint` asks for."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is str:
-        return _text(value, f"{where}: {name}")
-    if hint is int:
-        return value
-    if origin is Literal:
-        return _one_of(args, value, f"{where}: {name}")
-    if hint == Lines:
-        return tuple(_text(v, f"{where}: {name}") for v in (value if isinstance(value, list) else [value]))
-    if origin is tuple:
-        return _build_all(args[0], value, where, name)
-    if origin is types.UnionType or is_dataclass(hint):
-        return _build(args[0] if args else hint, value, _table(where, name))
-    return _texts(value, _table(where, name))
+def _place(file: str, data: Mapping[str, Any], path: convert.Path) -> str:
+    """Where `path` is, as a reader of the file looks for it: table, entry, key."""
+    parts: list[str] = [file]
+    held: Any = data
+    for n, part in enumerate(path):
+        held = held[part] if isinstance(part, int) or part in held else None
+        if isinstance(held, dict):
+            parts.append(_entry(str(path[n - 1]), part, held) if isinstance(part, int) else f"[{part}]")
+        elif not isinstance(held, list) or n == len(path) - 1:
+            parts.append(str(part))
+    if not any(part.startswith("[") for part in parts):
+        parts.insert(1, "top level")
+    return ": ".join(parts)
 
 
-def _build_all(kind: type[T], value: Any, where: str, name: str) -> tuple[T, ...]:
-    """One dataclass for each entry of an array of tables."""
-    if not isinstance(value, list):
-        raise BadInputError(f"{where}: {name} must be an array of tables, [[{name}]]")
-    return tuple(_build(kind, entry, _entry(where, name, n, entry)) for n, entry in enumerate(value, 1))
-
-
-def _texts(value: Any, where: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise BadInputError(f"{where}: expected a table, got {value!r}")
-    return {key: _text(text, f"{where}: {key}") for key, text in value.items()}
-
-
-def _text(value: Any, where: str) -> str:
-    if isinstance(value, date):
-        return value.isoformat()
-    if not isinstance(value, str) or not value.strip():
-        raise BadInputError(f"{where} must be text that is not empty, got {value!r}")
-    return value.strip()
-
-
-def _one_of(allowed: Iterable[str], value: Any, where: str) -> str:
-    if value not in allowed:
-        raise BadInputError(f"{where} {value!r} is not one of {', '.join(allowed)}")
-    return str(value)
-
-
-def _table(where: str, name: str) -> str:
-    """The place of a sub-table, as a reader of the file looks for it."""
-    return f"{where.removesuffix(': top level')}: [{name}]"
-
-
-def _entry(where: str, name: str, number: int, entry: Any) -> str:
+def _entry(name: str, number: int, entry: Mapping[str, Any]) -> str:
     """The place of one entry of an array of tables."""
-    id = entry.get("id") if isinstance(entry, dict) else None
-    return f"{where.removesuffix(': top level')}: [[{name}]] {repr(id) if id else f'entry {number}'}"
+    return f"[[{name}]] {repr(entry['id']) if entry.get('id') else f'entry {number + 1}'}"
 
 
 def _check(incident: Facts, slug: str, file: str) -> None:
-    """What types alone cannot say: schema, slug, ids, references and version specifiers."""
-    if incident.schema != SCHEMA_VERSION:
-        raise BadInputError(f"{file}: top level: schema {incident.schema!r} is not {SCHEMA_VERSION}")
+    """What types alone cannot say: slug, ids, references and version specifiers."""
     if incident.slug != slug:
         raise BadInputError(f"{file}: top level: slug {incident.slug!r} differs from its folder {slug!r}")
     for table in ("hypotheses", "claims", "causes", "workarounds"):
