@@ -18,6 +18,7 @@ BEGIN, END = "<!-- drawn by docs/architecture.py -->", "<!-- end -->"
 # From the bottom up. A room imports from lower layers alone; rooms of one layer do not import each other.
 LAYERS = (
     ("errors",),
+    ("convert",),
     ("verdict", "_interpreter", "_forkserver", "statistics"),
     ("isolation", "device", "kernels", "upstream", "facts", "exposure"),
     ("detect", "incident", "statements"),

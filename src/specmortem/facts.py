@@ -250,9 +250,9 @@ def _plain(value: Any) -> Any:
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    return (
-        value.isoformat() if isinstance(value, date) else value.strip() if isinstance(value, str) else value
-    )
+    if isinstance(value, date):
+        return value.isoformat()
+    return value.strip() if isinstance(value, str) else value
 
 
 def _place(file: str, data: Mapping[str, Any], path: convert.Path) -> str:

@@ -10,21 +10,28 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from functools import cache
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+import msgspec
+from msgspec import Meta
+
+from specmortem.convert import Count, Text, Value
 from specmortem.errors import BadInputError, UnavailableError
 
-SCHEMA_VERSION = 1
 Outcome = Literal["fault", "clean", "not-judged"]
 DeviceKind = Literal["sim", "cuda"]
+Slug = Annotated[str, Meta(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
+Subject = Annotated[
+    str,
+    Meta(
+        pattern=r"^(before|after|installed|(vllm|flashinfer)==[0-9][0-9a-zA-Z.+]*|tree:.+|[a-z][a-z0-9-]*)$"
+    ),
+]
 
 
-@dataclass(frozen=True)
-class Evidence:
+class Evidence(Value, frozen=True, omit_defaults=True):
     """Why an outcome is what it is.
 
     `witness` is the input that shows it, `place` the kernel and source line, `reason` the one-line account that a
@@ -36,19 +43,14 @@ class Evidence:
     expected: str = ""
     place: str = ""
     reason: str = ""
-    detail: Mapping[str, Any] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields that say something."""
-        return {name: value for name, value in asdict(self).items() if value}
+    detail: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(Value, frozen=True):
     """What a probe says about one subject on the inputs it tried."""
 
     outcome: Outcome
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: Evidence = Evidence()
 
     def __post_init__(self) -> None:
         """Refuse a verdict outside the vocabulary, or one that does not say why it was not judged."""
@@ -64,32 +66,22 @@ class Verdict:
         """A verdict that says only why there is none."""
         return cls("not-judged", Evidence(reason=reason, detail=detail))
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {"outcome": self.outcome, "evidence": self.evidence.as_dict()}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
-        """Inverse of `as_dict`."""
-        return cls(data["outcome"], Evidence(**data.get("evidence", {})))
-
-
-@dataclass(frozen=True)
-class Row:
+class Row(Value, frozen=True):
     """One line of a result file: a cause, run on a subject in an arm.
 
     `subject` is the code under test (`before`, `after`, `vllm==X`, `flashinfer==X`, `installed`, `tree:DIR`), `arm`
     the configuration it ran under. `runs` counts launches or states, `faults` those of them that faulted.
     """
 
-    cause: str
-    arm: str
-    subject: str
+    cause: Text
+    arm: Text
+    subject: Subject
     outcome: Outcome
-    runs: int
-    faults: int
+    runs: Count
+    faults: Count
     seed: int | None = None
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: Evidence = Evidence()
 
     def __post_init__(self) -> None:
         """Refuse rows that contradict themselves."""
@@ -97,6 +89,10 @@ class Row:
         if not 0 <= self.faults <= self.runs:
             raise BadInputError(
                 f"row {self.cause}/{self.arm}/{self.subject}: {self.faults} faults in {self.runs} runs"
+            )
+        if (self.outcome == "not-judged") != (self.runs == 0):
+            raise BadInputError(
+                f"row {self.cause}/{self.arm}/{self.subject}: outcome {self.outcome} with {self.runs} runs"
             )
         if (self.outcome == "fault") != (self.faults > 0):
             raise BadInputError(
@@ -120,61 +116,36 @@ class Row:
         count = faults if faults is not None else int(verdict.outcome == "fault")
         return cls(cause, arm, subject, verdict.outcome, runs if judged else 0, count, seed, verdict.evidence)
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form, in the order of the schema."""
-        return asdict(self) | {"evidence": self.evidence.as_dict()}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Row:
-        """Inverse of `as_dict`."""
-        return cls(**{**data, "evidence": Evidence(**data["evidence"])})
-
-
-@dataclass(frozen=True)
-class DeviceInfo:
+class DeviceInfo(Value, frozen=True):
     """The device that rows were measured on."""
 
     kind: DeviceKind
-    name: str
+    name: Text
     driver: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return asdict(self)
 
-
-@dataclass(frozen=True)
-class Results:
+class Results(Value, frozen=True, tag_field="schema", tag=1):
     """The content of a `results.json`."""
 
-    incident: str
+    incident: Slug
     device: DeviceInfo
     rows: tuple[Row, ...]
-    versions: Mapping[str, str] = field(default_factory=lambda: versions())
+    versions: Mapping[str, str] = msgspec.field(default_factory=lambda: versions())
+
+    def __post_init__(self) -> None:
+        """Refuse results that do not say which Python they come from."""
+        if "python" not in self.versions:
+            raise BadInputError("versions: python is missing")
 
     def where(self, **equal: Any) -> tuple[Row, ...]:
         """Rows whose fields equal the given values, e.g. `where(subject="after", outcome="fault")`."""
         return tuple(r for r in self.rows if all(getattr(r, k) == v for k, v in equal.items()))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "schema": SCHEMA_VERSION,
-            "incident": self.incident,
-            "device": self.device.as_dict(),
-            "versions": dict(self.versions),
-            "rows": [row.as_dict() for row in self.rows],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], source: str = "results") -> Results:
-        """Check against the schema and build.
-
-        Raises BadInputError that names `source` and the first field that is wrong.
-        """
-        check_schema(data, schema(), source)
-        rows = tuple(Row.from_dict(r) for r in data["rows"])
-        return cls(data["incident"], DeviceInfo(**data["device"]), rows, data["versions"])
+        """JSON form, with the rows last."""
+        made = super().as_dict()
+        return made | {"rows": made.pop("rows")}
 
     def save(self, path: Path) -> Path:
         """Write the file whole or not at all.
@@ -213,14 +184,6 @@ def check_schema(data: Any, schema: Mapping[str, Any], source: str) -> None:
     if error is not None:
         where = "/".join(str(part) for part in error.absolute_path) or "top level"
         raise BadInputError(f"{source}: {where}: {error.message}")
-
-
-@cache
-def schema() -> dict[str, Any]:
-    """The JSON Schema of `results.json`."""
-    text = resources.files("specmortem").joinpath("results.schema.json").read_text(encoding="utf-8")
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
 
 
 def versions(packages: Iterable[str] = ("specmortem", "torch", "triton", "numpy", "vllm")) -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specmortem.errors import BadInputError
@@ -78,11 +77,11 @@ def _verdict(known: Known, cause: str, subject: str) -> Verdict:
     if known.subject != subject:
         lines = f" [lines of {known.subject}, the same code]"
         place = evidence.place + lines if LINE.search(evidence.observed + evidence.place) else evidence.place
-        evidence = replace(evidence, place=place.strip(), detail={**detail, SAME_CODE: known.subject})
+        evidence = evidence.replace(place=place.strip(), detail={**detail, SAME_CODE: known.subject})
     elif subject.startswith("tree:") and detail.get("absent") in [
         group[0] for group in probe_of(cause).files
     ]:
         # taken for the wrong folder, not for a vLLM without the file
         told = f"{evidence.reason}; give the folder that holds vllm/"
-        evidence = replace(evidence, reason=told, detail={**detail, "unavailable": True})
-    return replace(verdict, evidence=evidence)
+        evidence = evidence.replace(reason=told, detail={**detail, "unavailable": True})
+    return verdict.replace(evidence=evidence)

@@ -195,12 +195,15 @@ def _note(found: dict[str, tuple[int, int]], name: str, value: Any) -> None:
         found[name] = id(value), id(value.__code__)
     elif isinstance(value, type):
         found[name] = id(value), 0
-        if value.__module__.partition(".")[0] == "specmortem":
-            for key, part in list(vars(value).items()):
-                if isinstance(part, FunctionType | classmethod | staticmethod | property):
-                    code = getattr(part, "__code__", None) or getattr(
-                        getattr(part, "__func__", None), "__code__", 0
-                    )
-                    found[f"{name}.{key}"] = id(part), id(code)
+        for owner in reversed(value.__mro__):  # a method that hides an inherited one is seen as well
+            if owner.__module__.partition(".")[0] == "specmortem":
+                _note_methods(found, name, owner)
     elif callable(value) and name.startswith("builtins."):
         found[name] = id(value), 0
+
+
+def _note_methods(found: dict[str, tuple[int, int]], name: str, owner: type) -> None:
+    for key, part in list(vars(owner).items()):
+        if isinstance(part, FunctionType | classmethod | staticmethod | property):
+            code = getattr(part, "__code__", None) or getattr(getattr(part, "__func__", None), "__code__", 0)
+            found[f"{name}.{key}"] = id(part), id(code)

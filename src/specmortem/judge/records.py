@@ -340,4 +340,4 @@ class Known:
         if absent := detail.get("absent"):
             detail["absent"] = str(absent).replace(self.subject, subject)
         told = evidence.reason.replace(self.subject, subject)
-        return replace(self.verdict, evidence=replace(evidence, reason=told, detail=detail))
+        return self.verdict.replace(evidence=evidence.replace(reason=told, detail=detail))

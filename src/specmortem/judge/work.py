@@ -224,7 +224,7 @@ def _valued(end: ArmResult) -> Judged:
     detail = {**verdict.evidence.detail, "judged_on": judged_on}
     if end.value["box"]:
         detail["box"] = _plain(end.value["box"])
-    verdict = replace(verdict, evidence=replace(verdict.evidence, detail=detail))
+    verdict = verdict.replace(evidence=verdict.evidence.replace(detail=detail))
     return Judged(verdict, Record.from_dict(end.value["record"]))
 
 

@@ -243,7 +243,7 @@ def test_questions_of_the_review_are_answered_from_rows():
     assert answers.iloc[1] == "not judged in this run"
     assert "wrong in 0 of" in answers.iloc[2]
     wrong = [
-        replace(row, outcome="fault", faults=row.runs) if row.subject == "after-as-released" else row
+        row.replace(outcome="fault", faults=row.runs) if row.subject == "after-as-released" else row
         for row in rows
     ]
     assert "wrong in 0 of" not in counts.review_table(wrong)["answer"].iloc[2]

@@ -8,7 +8,6 @@ distinguishable completion of it is tried, and each count is compared with the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
@@ -103,7 +102,7 @@ def _with_mode_all(of_none: Verdict, code: RunnerCode) -> Verdict:
         in_all, found = of_all.evidence.observed, dict(of_all.evidence.detail)
     both = f"{observed}; mode all: {'the same' if in_all == observed else in_all}"
     detail = {**of_none.evidence.detail, "mode_all": found}
-    return replace(worse, evidence=replace(worse.evidence, observed=both, detail=detail))
+    return worse.replace(evidence=worse.evidence.replace(observed=both, detail=detail))
 
 
 def _mode_all_is_absent(code: RunnerCode) -> str:

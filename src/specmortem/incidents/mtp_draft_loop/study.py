@@ -71,7 +71,7 @@ def _row(cell: Cell, runs: int, faults: int, evidence: Evidence) -> Row:
 def _bounded(row: Row) -> Row:
     """The row with an upper bound of its rate; for repeated runs, not for schedules, which are counted in full."""
     bound = {"upper_bound_95": study.upper_bound(row.runs, row.faults)}
-    return replace(row, evidence=replace(row.evidence, detail={**row.evidence.detail, **bound}))
+    return row.replace(evidence=row.evidence.replace(detail={**row.evidence.detail, **bound}))
 
 
 def _reading(runs: str, faults: str, observed: str = "{effect}") -> Read:

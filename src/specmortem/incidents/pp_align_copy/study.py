@@ -109,8 +109,8 @@ def _with_damage(row: Row, ended: Sequence[ArmResult]) -> Row:
 
 
 def _with_detail(row: Row, **detail: Any) -> Row:
-    evidence = replace(row.evidence, detail={**row.evidence.detail, **detail})
-    return replace(row, evidence=evidence)
+    evidence = row.evidence.replace(detail={**row.evidence.detail, **detail})
+    return row.replace(evidence=evidence)
 
 
 def kernel_rows(seed: int, workloads: int, device: DeviceKind = "sim") -> list[Row]:
