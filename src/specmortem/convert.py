@@ -9,7 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from types import UnionType
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 
@@ -23,7 +34,12 @@ T = TypeVar("T")
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A value that cannot change and has a form in TOML and JSON."""
+    """A value that cannot change and has a form in TOML and JSON.
+
+    `younger` are fields that files of older versions lack.
+    """
+
+    younger: ClassVar[frozenset[str]] = frozenset()
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form, in the order of the fields."""
@@ -32,8 +48,17 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_dict(cls, data: Any, source: str = "") -> Self:
-        """Inverse of `as_dict`. Raises BadInputError that names `source` and the first field that is wrong."""
-        return build(cls, data, lambda path: _slashed(source, path))
+        """Inverse of `as_dict`: a field may be absent where `as_dict` or an older version leaves it out.
+
+        Raises BadInputError that names `source` and the first field that is wrong.
+        """
+
+        def place(path: Path) -> str:
+            return _slashed(source, path)
+
+        made = build(cls, data, place)
+        _check_whole(made, data, (), place)
+        return made
 
     def replace(self, **changes: Any) -> Self:
         """The same value with other fields, checked as a new one is."""
@@ -53,6 +78,24 @@ def build(kind: type[T], data: Any, place: Callable[[Path], str]) -> T:
         path = _path(kind, data, at)
         raise BadInputError(place(path) + _explained(message, kind, data, path)) from error
     return made
+
+
+def _check_whole(made: Any, data: Any, path: Path, place: Callable[[Path], str]) -> None:
+    """Refuses a file that leaves to a default what its writer writes out."""
+    if isinstance(made, tuple):
+        for number, (value, given) in enumerate(zip(made, data, strict=True)):
+            _check_whole(value, given, [*path, number], place)
+    if not isinstance(made, Value):
+        return
+    written = made.__struct_fields__
+    if isinstance(data, list):
+        data = dict(zip(written, data, strict=False))
+    optional = written if made.__struct_config__.omit_defaults else made.younger
+    for name in written:
+        if name in data:
+            _check_whole(getattr(made, name), data[name], [*path, name], place)
+        elif name not in optional:
+            raise BadInputError(f"{place(path)}: {name} is missing")
 
 
 def _tagged(kind: Any, data: Any) -> None:
@@ -104,7 +147,7 @@ def _at(kind: Any, data: Any, path: Path) -> tuple[Any, Any]:
             kind = get_type_hints(kind, include_extras=True).get(str(part), Any)
         else:
             kind = get_args(kind)[0 if isinstance(part, int) else 1]
-        if get_origin(kind) is UnionType:
+        if get_origin(kind) in (UnionType, Union):
             kind = get_args(kind)[0]
     return kind, data
 

@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 
@@ -352,9 +351,9 @@ def test_an_answer_with_other_tokens_is_another_wrong_answer():
     arms_by_name = {arm.name: arm for arm in found.arms}
     first, *rest = arms_by_name["after"].runs
     (request,) = first.kept
-    other = replace(request, got=(*request.got[:-1], request.got[-1] + 1))
-    arms_by_name["after"] = replace(arms_by_name["after"], runs=(replace(first, kept=(other,)), *rest))
-    edited = replace(found, arms=tuple(arms_by_name.values()))
+    other = request.replace(got=(*request.got[:-1], request.got[-1] + 1))
+    arms_by_name["after"] = arms_by_name["after"].replace(runs=(first.replace(kept=(other,)), *rest))
+    edited = found.replace(arms=tuple(arms_by_name.values()))
     table = counts.wrong_answers_table(edited).set_index("wrong in")
     assert table["requests"].to_dict() == {
         "before": 12,

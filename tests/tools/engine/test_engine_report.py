@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
-from dataclasses import fields, replace
 
 import pytest
 from tools.engine.engine_helpers import run, tables
@@ -54,15 +52,31 @@ def test_a_file_comes_back_as_it_was(results, tmp_path):
     assert results.status == "partial", "one arm was not run"
 
 
-def test_the_schema_has_the_fields_of_a_request_in_their_order():
-    defined = result.schema()["$defs"]
-    titles = [item["title"] for item in defined["request"]["prefixItems"]]
-    assert titles == [field.name for field in fields(result.EngineRequest)]
-    for name, made in (("run", Run), ("start", Start), ("arm", ArmRuns), ("counts", Counts)):
-        names = [field.name for field in fields(made)]
-        required = [field for field in names if field not in YOUNGER]
-        assert defined[name]["required"] == required
-        assert list(defined[name].get("properties", required)) in (names, required)
+def test_a_file_has_every_field_in_order_and_requests_as_rows(path, results):
+    data = json.loads(path.read_text())
+    assert list(data) == ["schema", *EngineResults.__struct_fields__]
+    assert list(data["arms"][0]) == list(ArmRuns.__struct_fields__)
+    assert list(data["arms"][0]["starts"][0]) == list(Start.__struct_fields__)
+    found, (said, *_) = data["arms"][3]["runs"][0], results.arms[3].runs[0].kept
+    assert list(found) == list(Run.__struct_fields__)
+    assert list(found["counts"]) == list(Counts.__struct_fields__)
+    assert found["kept"][0] == [
+        list(value) if isinstance(value, tuple) else value
+        for value in (getattr(said, name) for name in result.EngineRequest.__struct_fields__)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["arms", "starts", "runs", "counts"])
+def test_a_file_without_one_of_its_fields_is_refused(path, kind):
+    data = json.loads(path.read_text())
+    arm = data["arms"][0]
+    table = {"arms": arm, "starts": arm["starts"][0], "runs": arm["runs"][0]}
+    table["counts"] = table["runs"]["counts"]
+    for name in [name for name in table[kind] if name not in YOUNGER]:
+        held = table[kind].pop(name)
+        with pytest.raises(BadInputError, match=f"arms/0.*: {name} is missing"):
+            EngineResults.from_dict(data)
+        table[kind][name] = held
 
 
 def test_a_file_holds_the_requests_alone_that_something_is_to_be_seen_of(path):
@@ -89,22 +103,24 @@ def test_a_file_with_a_kind_that_is_no_fault_is_refused(path, tmp_path):
         EngineResults.from_dict(data)
 
 
-def test_without_jsonschema_a_file_is_read_and_what_is_none_is_named(path, results, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jsonschema", None)
-    assert EngineResults.load(path) == results
+def test_a_file_that_is_none_is_refused_with_its_place(path):
     data = json.loads(path.read_text())
-    for change in (
-        lambda d: d.update(schema=0),
-        lambda d: d.pop("arms"),
-        lambda d: d["arms"][0].pop("runs"),
-        lambda d: d["arms"][0]["runs"][0].update(colour=1),
-        lambda d: d["arms"][3]["runs"][0]["kept"][0].pop(),
+    for change, said in (
+        (lambda d: d.update(schema=0), "schema"),
+        (lambda d: d.pop("schema"), "top level: schema is missing"),
+        (lambda d: d.pop("arms"), "top level: arms is missing"),
+        (lambda d: d["arms"][0].pop("runs"), "arms/0: runs is missing"),
+        (lambda d: d["arms"][0]["config"].pop("env"), "arms/0: config: env is missing"),
+        (lambda d: d["pairs"][0].pop("variable"), "top level: pairs: variable is missing"),
+        (lambda d: d["arms"][0]["runs"][0].update(colour=1), "arms/0/runs/0: unknown key 'colour'"),
+        (lambda d: d["arms"][3]["runs"][0]["kept"][0].pop(), "arms/3/runs/0/kept/0: got is missing"),
+        (lambda d: d["arms"][3]["runs"][0]["kept"][0].append(1), "arms/3/runs/0/kept/0"),
     ):
         broken = copy.deepcopy(data)
         change(broken)
-        with pytest.raises(BadInputError, match="x: not a result of this version"):
+        with pytest.raises(BadInputError, match=f"x: {said}"):
             EngineResults.from_dict(broken, "x")
-    with pytest.raises(BadInputError, match="x: not a result"):
+    with pytest.raises(BadInputError, match="x: top level"):
         EngineResults.from_dict([], "x")
 
 
@@ -158,9 +174,8 @@ def counted(judged, wrong, outcome="whole", number=0):
 
 def arm_of(name, runs):
     start = Start("value", "done", None, "", 0, "", "", 1.0)
-    return ArmRuns(
-        name, {"vllm": "0.23.0", "engine": {}, "env": {}}, "", "", len(runs), (start,), tuple(runs)
-    )
+    config = {"vllm": "0.23.0", "engine": {}, "env": {}, "workload": {}}
+    return ArmRuns(name, config, "", "", len(runs), (start,), tuple(runs))
 
 
 def test_answers_of_a_run_that_faulted_are_not_judged():
@@ -213,8 +228,8 @@ def test_acceptance_is_pooled_and_ranges_over_runs(results):
 def test_what_an_exception_said_is_cut_for_a_table(results):
     arm = results.arm("bug")
     told = "words of an exception " * 20
-    starts = [replace(start, message=told) for start in arm.starts]
-    shown = compare.kinds(replace(arm, starts=tuple(starts)))
+    starts = [start.replace(message=told) for start in arm.starts]
+    shown = compare.kinds(arm.replace(starts=tuple(starts)))
     assert shown.startswith("not judged: python-error: words of an") and shown.endswith(" ...")
     assert len(shown) <= len("not judged: ") + compare.ENDS_SHOWN
 
@@ -251,14 +266,14 @@ def test_how_it_was_run_names_device_driver_python_pins_seed_and_commands(result
     first = results.arms[0]
     host = {"driver": "580.1", "system": "Linux"}
     versions = {"python": "3.12.3", "vllm": "0.23.0", "torch": "2.11.0", "flashinfer-python": "0.6.12"}
-    start = replace(first.starts[0], device="NVIDIA H200", host=host, versions=versions)
-    some = replace(results, arms=(replace(first, starts=(start,)), replace(results.arms[1], starts=())))
+    start = first.starts[0].replace(device="NVIDIA H200", host=host, versions=versions)
+    some = results.replace(arms=(first.replace(starts=(start,)), results.arms[1].replace(starts=())))
     assert report.how(some).split("\n") == [
         "NVIDIA H200, driver 580.1, Python 3.12.3; flashinfer-python==0.6.12, torch==2.11.0, vllm==0.23.0",
         "seed 0; status: partial",
         "specmortem engine toy",
     ]
-    assert report.pins(replace(some, arms=some.arms[1:])) == "vllm==0.23.0"
+    assert report.pins(some.replace(arms=some.arms[1:])) == "vllm==0.23.0"
 
 
 @pytest.mark.parametrize("below", ["", "engine.json"])

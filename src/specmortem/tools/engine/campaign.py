@@ -10,12 +10,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from specmortem import isolation, verdict
 from specmortem.errors import BadInputError
@@ -30,6 +30,7 @@ from specmortem.tools.engine.result import (
     EngineResults,
     Run,
     RunAcceptance,
+    RunKind,
     RunOutcome,
     Start,
     Status,
@@ -130,9 +131,8 @@ class EngineCampaign:
             raise BadInputError(
                 f"{self.out} is of another incident, seed or model; give another --out, or go without --resume"
             )
-        return replace(
-            fresh, arms=old.arms, started=old.started, command=f"{old.command}\n{self.options.command}"
-        )
+        command = f"{old.command}\n{self.options.command}"
+        return fresh.replace(arms=old.arms, started=old.started, command=command)
 
     def _fresh(self) -> EngineResults:
         found = self.experiment
@@ -167,7 +167,7 @@ class EngineCampaign:
         every = [self.results.arm(arm.name) for arm in self.experiment.arms]
         if status == "partial" and all(arm is not None and arm.whole for arm in every):
             status = "complete"
-        self.results = replace(self.results, status=status)
+        self.results = self.results.replace(status=status)
         self.save()
         return self.results
 
@@ -194,7 +194,7 @@ class EngineCampaign:
             raise BadInputError(
                 f"{self.out}: arm {arm.name} was run with another configuration; give another --out"
             )
-        return replace(old, planned=self.runs)
+        return old.replace(planned=self.runs)
 
     def _start(self, arm: EngineArm, environment: Environment, left: Sequence[int]) -> Start:
         """One engine process for the runs that are left; what it tells goes into the result at once."""
@@ -209,7 +209,7 @@ class EngineCampaign:
         }
         limits = StartLimits(self.experiment.start_timeout_s, self.experiment.run_timeout_s, self.until)
         ended = process.run(request, environment, arm.env, limits, follower.take, self.named)
-        start = replace(ended, host=self.host)
+        start = ended.replace(host=self.host)
         follower.end(start)
         return start
 
@@ -239,13 +239,13 @@ class EngineCampaign:
     def add_start(self, arm: EngineArm, start: Start) -> None:
         """Put in the end of a process, and save."""
         old = self._result(arm)
-        self._put(replace(old, starts=(*old.starts, start)))
+        self._put(old.replace(starts=(*old.starts, start)))
         self.save()
 
     def add_run(self, arm: EngineArm, found: Run) -> None:
         """Put in a run, compare it, and save."""
         old = self._result(arm)
-        self._put(replace(old, runs=(*old.runs, found)))
+        self._put(old.replace(runs=(*old.runs, found)))
         for other in self.experiment.arms:
             if other.reference and arm.name in (other.name, other.reference):
                 self._compare(other, found.run)
@@ -263,7 +263,7 @@ class EngineCampaign:
             return
         made = beside(mine, plain, self.planned(arm, number), self.answer(arm, number))
         old = self._result(arm)
-        self._put(replace(old, runs=tuple(made if run.run == number else run for run in old.runs)))
+        self._put(old.replace(runs=tuple(made if run.run == number else run for run in old.runs)))
 
     def _run(self, arm: EngineArm, number: int) -> Run | None:
         found = self.results.arm(arm.name)
@@ -282,7 +282,7 @@ class EngineCampaign:
         arms = sorted(
             [*others, found], key=lambda arm: order.index(arm.name) if arm.name in order else len(order)
         )
-        self.results = replace(self.results, arms=tuple(arms))
+        self.results = self.results.replace(arms=tuple(arms))
 
 
 class _Follower:
@@ -332,7 +332,7 @@ class _Follower:
             emitted=event["emitted"],
         )
 
-    def _add(self, outcome: RunOutcome, kind: str, **more: Any) -> None:
+    def _add(self, outcome: RunOutcome, kind: RunKind, **more: Any) -> None:
         assert self.current is not None
         number, self.current = self.current, None
         lost = set(self.campaign.planned(self.arm, number)) - {request.id for request in self.requests}
@@ -345,7 +345,7 @@ class _Follower:
     def end(self, start: Start) -> None:
         """A run that ended in a fault, or hung, counts; one that was stopped, or failed otherwise, does not."""
         if self.current is not None and start.kind in FAULTS:
-            self._add("timeout" if start.kind == "timeout" else "fault", start.kind)
+            self._add("timeout" if start.kind == "timeout" else "fault", cast(RunKind, start.kind))
         self.campaign.add_start(self.arm, start)
 
 
@@ -389,7 +389,7 @@ def with_requests(run: Run, requests: Iterable[EngineRequest], every: bool) -> R
         compared=sum(r.plain != "not-compared" for r in requests),
         differs=sum(r.plain == "differs" for r in requests),
     )
-    return replace(run, counts=counts, kept=kept, short=short)
+    return run.replace(counts=counts, kept=kept, short=short)
 
 
 def _telling(request: EngineRequest) -> bool:
@@ -435,12 +435,12 @@ def _beside(
     Where one was aborted before its first token there is nothing to compare.
     """
     if plain is None or (ABORT in (request.finish, plain.finish) and not (request.tokens and plain.tokens)):
-        return replace(request, plain="not-compared", plain_at=None)
+        return request.replace(plain="not-compared", plain_at=None)
     mine, other = tokens_of(request, answer), tokens_of(plain, answer)
     at = judge.first_difference(mine, other)
     if at is None and len(mine) != len(other) and ABORT not in (request.finish, plain.finish):
         at = min(len(mine), len(other))
-    return replace(request, plain="same" if at is None else "differs", plain_at=at)
+    return request.replace(plain="same" if at is None else "differs", plain_at=at)
 
 
 def p99(values: Sequence[float]) -> float:

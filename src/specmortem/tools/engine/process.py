@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -179,13 +179,13 @@ def run(
         if (report := following.report) is not None and report["code"] is None:
             raise UnavailableError(f"cannot start {environment.python}: {report['message']}")
         ended = _ended(following, lost, isolation.end_of(log), time.monotonic() - begun)
-    return _clean(replace(ended, inherited=environment.inherited(variables)), hide)
+    return _clean(ended.replace(inherited=environment.inherited(variables)), hide)
 
 
 def _clean(start: Start, hide: Places) -> Start:
     """Without places and terminal controls in what came from the process."""
     names = ("message", "log_tail", "device", "versions", "chosen", "inherited")
-    return replace(start, **{name: places.cleaned_all(getattr(start, name), hide) for name in names})
+    return start.replace(**{name: places.cleaned_all(getattr(start, name), hide) for name in names})
 
 
 class _Following:

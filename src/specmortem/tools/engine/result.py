@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from functools import cache
-from importlib import resources
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from specmortem import isolation
+from specmortem.convert import Amount, Count, Value
 from specmortem.errors import BadInputError
-from specmortem.verdict import check_schema, read_json, write_atomically
+from specmortem.verdict import read_json, write_atomically
 
-SCHEMA_VERSION = 1
 FILE_NAME = "engine.json"  # not results.json, which holds rows of another schema in folders beside this one
 EndKind = Literal[isolation.Kind, "exit", "wrong-release", "interrupted"]
 Phase = Literal["import", "start", "run", "done"]
 RunOutcome = Literal["whole", "fault", "timeout"]
 # Ends that a race on the GPU can have. Others tell of this package, of the release or of the machine.
-FAULTS = ("illegal-address", "device-assert", "cuda-error", "signal", "timeout")
+Fault = Literal["illegal-address", "device-assert", "cuda-error", "signal", "timeout"]
+FAULTS: tuple[str, ...] = get_args(Fault)
+RunKind = Literal["value", Fault]
 Likeness = Literal["same", "differs", "not-compared"]
 Status = Literal["complete", "partial", "interrupted"]
 
 
-@dataclass(frozen=True)
-class EngineRequest:
+class EngineRequest(Value, frozen=True, array_like=True):
     """One request: counts of tokens, and what is wrong with those that came.
 
     `tokens` came of at most `max_tokens`. `judged` says whether it is held against the right answer: one must be known,
@@ -36,16 +34,16 @@ class EngineRequest:
     """
 
     id: str
-    prompt_tokens: int
-    max_tokens: int
-    tokens: int
+    prompt_tokens: Count
+    max_tokens: Count
+    tokens: Count
     finish: str
     judged: bool
-    wrong_at: int | None = None
+    wrong_at: Count | None = None
     early: bool = False
     ends_in_loop: bool = False
     plain: Likeness = "not-compared"
-    plain_at: int | None = None
+    plain_at: Count | None = None
     got: tuple[int, ...] = ()
 
     @property
@@ -54,27 +52,25 @@ class EngineRequest:
         return self.wrong_at is not None or self.early or self.ends_in_loop
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(Value, frozen=True):
     """Requests of a run: those that ended, those judged by their answer and what was wrong, those compared."""
 
-    ended: int = 0
-    judged: int = 0
-    wrong: int = 0
-    early: int = 0
-    ends_in_loop: int = 0
-    compared: int = 0
-    differs: int = 0
+    ended: Count = 0
+    judged: Count = 0
+    wrong: Count = 0
+    early: Count = 0
+    ends_in_loop: Count = 0
+    compared: Count = 0
+    differs: Count = 0
 
 
-@dataclass(frozen=True)
-class RunAcceptance:
+class RunAcceptance(Value, frozen=True):
     """The engine's own counters over a run: drafts, tokens in them, those accepted, and accepted by position."""
 
-    drafts: int
-    draft_tokens: int
-    accepted: int
-    per_position: tuple[int, ...] = ()
+    drafts: Count
+    draft_tokens: Count
+    accepted: Count
+    per_position: tuple[Count, ...] = ()
 
     @property
     def rate(self) -> float | None:
@@ -82,8 +78,7 @@ class RunAcceptance:
         return self.accepted / self.draft_tokens if self.draft_tokens else None
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Value, frozen=True):
     """One repetition of the workload. `start` is the engine start it belongs to, `first` whether it was its first.
 
     `counts` are of all its requests. `kept` holds those alone that are damaged or unlike the ones without speculation
@@ -95,29 +90,30 @@ class Run:
     three lack them.
     """
 
-    run: int
-    start: int
+    run: Count
+    start: Count
     first: bool
     outcome: RunOutcome
-    kind: str
+    kind: RunKind
     counts: Counts
     kept: tuple[EngineRequest, ...] = ()
-    short: Mapping[str, int] = field(default_factory=dict)
+    short: Mapping[str, Count] = {}
     lost: tuple[str, ...] = ()
     acceptance: RunAcceptance | None = None
-    steps: int = 0
-    median_ms: float | None = None
-    p99_ms: float | None = None
-    delay_us: float | None = None
-    seconds: float = 0.0
-    emitted: Mapping[str, int] = field(default_factory=dict)
-    draft_delay_us: float | None = None
-    draft_passes: int = 0
-    patched_calls: int = 0
+    steps: Count = 0
+    median_ms: Amount | None = None
+    p99_ms: Amount | None = None
+    delay_us: Amount | None = None
+    seconds: Amount = 0.0
+    emitted: Mapping[str, Count] = {}
+    draft_delay_us: Amount | None = None
+    draft_passes: Count = 0
+    patched_calls: Count = 0
+
+    younger: ClassVar = frozenset({"draft_delay_us", "draft_passes", "patched_calls"})
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(Value, frozen=True):
     """One process of an engine and how it ended, typed.
 
     `chosen` is what the engine settled on by itself, `host` the system and the GPU driver it ran on, `inherited` the
@@ -126,19 +122,19 @@ class Start:
 
     kind: EndKind
     phase: Phase
-    run: int | None
+    run: Count | None
     message: str
     exit_code: int | None
     signal: str
     log_tail: str
-    seconds: float
-    import_s: float | None = None
-    up_s: float | None = None
+    seconds: Amount
+    import_s: Amount | None = None
+    up_s: Amount | None = None
     device: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    chosen: Mapping[str, Any] = field(default_factory=dict)
-    host: Mapping[str, str] = field(default_factory=dict)
-    inherited: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = {}
+    chosen: Mapping[str, Any] = {}
+    host: Mapping[str, str] = {}
+    inherited: Mapping[str, str] = {}
 
     @property
     def judges(self) -> bool:
@@ -151,17 +147,20 @@ class Start:
         return ": ".join(part for part in (self.kind, " ".join(self.message.split())) if part)
 
 
-@dataclass(frozen=True)
-class ArmRuns:
+class ArmRuns(Value, frozen=True):
     """All that was seen of an arm; `planned` runs were asked for."""
 
     name: str
     config: Mapping[str, Any]
     reference: str
     says: str
-    planned: int
+    planned: Count
     starts: tuple[Start, ...] = ()
     runs: tuple[Run, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises BadInputError for a config without one of its parts."""
+        _check_keys(self.config, ("vllm", "engine", "env", "workload"), "config")
 
     @property
     def whole(self) -> bool:
@@ -177,8 +176,7 @@ class ArmRuns:
         return ended[-1].told
 
 
-@dataclass(frozen=True)
-class EngineResults:
+class EngineResults(Value, frozen=True, tag_field="schema", tag=1):
     """The content of a result file. `pairs` are compared arms with the variable in which they differ."""
 
     incident: str
@@ -192,31 +190,18 @@ class EngineResults:
     pairs: tuple[Mapping[str, str], ...]
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raises BadInputError for a pair without one of its parts."""
+        for pair in self.pairs:
+            _check_keys(pair, ("left", "right", "variable", "question"), "pairs")
+
     def arm(self, name: str) -> ArmRuns | None:
         """The arm of that name, if it was run."""
         return next((arm for arm in self.arms if arm.name == name), None)
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form, in the order of the schema; requests as rows of their fields."""
-        made = {"schema": SCHEMA_VERSION, **asdict(self)}
-        for run in (run for arm in made["arms"] for run in arm["runs"]):
-            run["kept"] = [list(request.values()) for request in run["kept"]]
-        return made
-
     def save(self, path: Path) -> Path:
         """Write the file whole or not at all. Raises UnavailableError when the folder or the disk refuses."""
         return write_atomically(path, json.dumps(self.as_dict(), separators=(",", ":")) + "\n")
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], source: str = "result") -> EngineResults:
-        """Check and build. Raises BadInputError naming `source` and the first wrong field."""
-        _check(data, source)
-        try:
-            rest = {name: data[name] for name in data if name != "schema"}
-            lists = {"arms": tuple(map(_arm, data["arms"])), "pairs": tuple(data["pairs"])}
-            return cls(**{**rest, **lists, "notes": tuple(data["notes"])})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise BadInputError(f"{source}: not a result of this version of specmortem: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> EngineResults:
@@ -224,47 +209,6 @@ class EngineResults:
         return cls.from_dict(read_json(path, "specmortem engine"), str(path))
 
 
-def _check(data: Any, source: str) -> None:
-    """By the schema; only its number where jsonschema is not installed, as beside an engine. Raises BadInputError."""
-    try:
-        check_schema(data, schema(), source)
-    except ImportError:
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA_VERSION:
-            raise BadInputError(
-                f"{source}: not a result of this version of specmortem: schema is not {SCHEMA_VERSION}"
-            ) from None
-
-
-def _arm(data: Mapping[str, Any]) -> ArmRuns:
-    starts, runs = tuple(Start(**start) for start in data["starts"]), tuple(map(_run, data["runs"]))
-    return ArmRuns(**{**data, "starts": starts, "runs": runs})
-
-
-def _run(data: Mapping[str, Any]) -> Run:
-    counted = data["acceptance"]
-    acceptance = counted and RunAcceptance(**{**counted, "per_position": tuple(counted["per_position"])})
-    made = {
-        "counts": Counts(**data["counts"]),
-        "kept": tuple(map(_request, data["kept"])),
-        "lost": tuple(data["lost"]),
-        "acceptance": acceptance or None,
-    }
-    return Run(**{**data, **made})
-
-
-def _request(row: Sequence[Any]) -> EngineRequest:
-    made = dict(zip((each.name for each in fields(EngineRequest)), row, strict=True))
-    return EngineRequest(**{**made, "got": tuple(made["got"])})
-
-
-@cache
-def schema() -> dict[str, Any]:
-    """The JSON Schema of the result file."""
-    text = (
-        resources.files("specmortem.tools.engine").joinpath("engine.schema.json").read_text(encoding="utf-8")
-    )
-    loaded: dict[str, Any] = json.loads(text)
-    kinds = [*get_args(isolation.Kind), "exit", "wrong-release", "interrupted"]
-    loaded["$defs"]["start"]["properties"]["kind"]["enum"] = kinds
-    loaded["$defs"]["run"]["properties"]["kind"]["enum"] = ["value", *FAULTS]
-    return loaded
+def _check_keys(table: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    if lacking := [name for name in names if name not in table]:
+        raise BadInputError(f"{where}: {lacking[0]} is missing")
