@@ -20,12 +20,13 @@ file for `specmortem load --prompts`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import click
 
 from specmortem.errors import BadInputError
 
@@ -110,28 +111,23 @@ def as_prompts(some: Iterable[RecallTask]) -> str:
     return "".join(json.dumps({"prompt": task.prompt, "expected": task.answer}) + "\n" for task in some)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print tasks as lines of `specmortem load --prompts`; bad input ends with exit code 2."""
-    parser = argparse.ArgumentParser(prog="python -m specmortem.tools.engine.tasks", description=main.__doc__)
-    parser.add_argument("--count", type=int, required=True, help="of tasks, a line each")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--length", type=_range, required=True, metavar="N|LOW-HIGH", help="tokens of a prompt"
-    )
-    parser.add_argument(
-        "--answer", type=int, required=True, help="tokens of an answer; give --max-tokens the same"
-    )
-    given = parser.parse_args(arguments)
-    try:
-        print(as_prompts(tasks(given.count, given.seed, given.length, given.answer)), end="")
-    except BadInputError as error:
-        parser.error(str(error))
-
-
-def _range(text: str) -> tuple[int, int]:
+def _range(_: click.Context, __: click.Parameter, text: str) -> tuple[int, int]:
     if not (match := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither N nor LOW-HIGH")
+        raise click.BadParameter(f"{text!r} is neither N nor LOW-HIGH")
     return int(match[1]), int(match[2] or match[1])
+
+
+@click.command()
+@click.option("--count", type=int, required=True, help="Of tasks, a line each.")
+@click.option("--seed", type=int, default=0)
+@click.option("--length", callback=_range, required=True, metavar="N|LOW-HIGH", help="Tokens of a prompt.")
+@click.option("--answer", type=int, required=True, help="Tokens of an answer; give --max-tokens the same.")
+def main(count: int, seed: int, length: tuple[int, int], answer: int) -> None:
+    """Print tasks as lines of `specmortem load --prompts`; bad input ends with exit code 2."""
+    try:
+        click.echo(as_prompts(tasks(count, seed, length, answer)), nl=False)
+    except BadInputError as error:
+        raise click.UsageError(str(error)) from error
 
 
 if __name__ == "__main__":
