@@ -176,16 +176,6 @@ def read_json(path: Path, command: str) -> Any:
         raise BadInputError(f"{path} is not JSON ({error}); run `{command}` again to write it") from error
 
 
-def check_schema(data: Any, schema: Mapping[str, Any], source: str) -> None:
-    """Raises BadInputError that names `source` and the first field that the schema refuses."""
-    import jsonschema  # takes a second: only readers pay
-
-    error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(data))
-    if error is not None:
-        where = "/".join(str(part) for part in error.absolute_path) or "top level"
-        raise BadInputError(f"{source}: {where}: {error.message}")
-
-
 def versions(packages: Iterable[str] = ("specmortem", "torch", "triton", "numpy", "vllm")) -> dict[str, str]:
     """Versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}

@@ -13,7 +13,7 @@ from specmortem.incidents.async_accepted_counts import study as counts
 from specmortem.isolation import ArmResult
 from specmortem.tools.engine import compare
 from specmortem.tools.engine import report as engines
-from specmortem.verdict import Evidence, Row
+from specmortem.verdict import Evidence, Row, Verdict
 
 ROOT = Path(__file__).parents[3]
 LINES = ("before", "after", "blocking-copy")
@@ -37,8 +37,8 @@ def patched(monkeypatch, name, function):
 
 
 def released(cause, release, outcome, **evidence):
-    return Row(
-        cause, "released", f"vllm=={release}", outcome, 1, int(outcome == "fault"), None, Evidence(**evidence)
+    return Row.of(
+        Verdict(outcome, Evidence(**evidence)), cause=cause, arm="released", subject=f"vllm=={release}"
     )
 
 

@@ -60,5 +60,5 @@ def test_the_server_accepted_what_the_model_accepts_by_itself():
     assert [tuple(one.tokens) for one in alone] == [task.answer for task in TASKS]
     for name, said in {"rounds": 5 * alone + alone[:1], "ramp": 145 * alone[:1]}.items():
         told = (sum(one.proposed for one in said), sum(sum(one.counts) for one in said))
-        overall = committed(name).overall
+        overall = committed(name).acceptance.overall
         assert (overall.draft_tokens, overall.accepted_tokens) == told

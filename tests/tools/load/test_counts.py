@@ -143,7 +143,7 @@ def test_counts_sum_to_what_was_sent(whims, stop_at, dies, concurrency, warm_up)
     listed = [id for finding in found.findings for id in finding.requests]
     assert len(listed) == len(set(listed))
     told = json.loads(found.as_json())
-    assert Result.from_dict(told).as_dict() == told
+    assert json.loads(Result.from_dict(told).as_json()) == told
 
 
 def judged_by(judge, whim, **shape):

@@ -181,15 +181,15 @@ def test_acceptance_over_time(kind, signs):
         found = drive(settings(server.url, shape={"concurrency": (1,)}, metrics_s=0.02))
     assert [sign.kind for sign in found.signs] == signs
     assert found.counts == {Outcome.OK: 13}
-    assert found.metrics_offered and len(found.windows) >= 9
-    assert found.windows[0].rate == pytest.approx(0 if kind == "nothing" else 0.6)
-    assert found.windows[0].per_position == pytest.approx([found.windows[0].rate] * 3)
+    assert found.acceptance.offered and len(found.acceptance.windows) >= 9
+    assert found.acceptance.windows[0].rate == pytest.approx(0 if kind == "nothing" else 0.6)
+    assert found.acceptance.windows[0].per_position == pytest.approx([found.acceptance.windows[0].rate] * 3)
 
 
 def test_metrics_that_are_not_offered():
     with running() as server:
         found = drive(settings(server.url, metrics_s=0.02))
-    assert found.clean and not found.metrics_offered
+    assert found.clean and not found.acceptance.offered
 
 
 def test_limits_on_count_and_time():

@@ -7,7 +7,7 @@ import pytest
 from specmortem.tools.load.metrics import Window
 from specmortem.tools.load.outcome import Outcome, RequestRecord
 from specmortem.tools.load.render import as_run, page, rounds
-from specmortem.tools.load.result import Result, Status
+from specmortem.tools.load.result import AcceptedDrafts, Result, Status
 
 from .servers import settings
 
@@ -29,7 +29,7 @@ def result(*records, windows=(), **shape):
         versions={},
         planned=len(records),
         requests=records,
-        windows=windows,
+        acceptance=AcceptedDrafts(windows=windows),
     )
 
 

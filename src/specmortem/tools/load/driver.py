@@ -15,7 +15,7 @@ from specmortem.tools.load import metrics
 from specmortem.tools.load.client import Client, NoAnswerError, Reply
 from specmortem.tools.load.outcome import SUSPICIOUS, WHOLE, Ask, Ledger, Outcome, RequestRecord
 from specmortem.tools.load.prompts import is_right
-from specmortem.tools.load.result import Finding, Result, Sign, Status
+from specmortem.tools.load.result import AcceptedDrafts, Finding, Result, Sign, Status
 from specmortem.tools.load.settings import Settings
 from specmortem.tools.load.signs import Loop, early_among_peers, ends_early, find_loop
 from specmortem.verdict import versions
@@ -117,18 +117,18 @@ class Driver:
             said=self.said,
             command=replace(self.settings, model=self.model).command(self._fit),
             started=self._date,
-            seconds=self._now(),
+            seconds=round(self._now(), 3),
             model=self._client.clean(self.model),
             settings=json.loads(json.dumps(self.settings.as_dict())),
             versions=versions(("specmortem", "httpx")),
             planned=self.settings.planned,
             requests=self.ledger.as_interrupted(reason, self._now()),
-            signs=tuple(self._signs),
+            findings=tuple(self._signs),
             notes=tuple(self._notes),
             not_judged=() if self._recalls else (NO_RECALL,),
-            metrics_offered=self.acceptance.offered,
-            overall=self.acceptance.overall,
-            windows=tuple(self.acceptance.windows),
+            acceptance=AcceptedDrafts(
+                self.acceptance.offered, self.acceptance.overall, tuple(self.acceptance.windows)
+            ),
         )
 
     def _now(self) -> float:

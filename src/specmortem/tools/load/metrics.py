@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from specmortem.convert import Amount, Count, Value
 
 WINDOW_DRAFTS = 100
 COLLAPSED_SHARE, WINDOWS_IN_A_ROW, WINDOWS_BEFORE = 0.6, 2, 3
@@ -47,40 +52,28 @@ class Counters:
         return any(m < t for m, t in zip(mine, theirs, strict=True))
 
 
-@dataclass(frozen=True)
-class Window:
-    """What happened between two moments. `rate` is accepted over drafted tokens, `length` counts the bonus token."""
+class Window(Value, frozen=True):
+    """What happened between two moments, and what follows from it.
+
+    `rate` is accepted over drafted tokens, 0 where nothing was drafted; `length` the mean of tokens a step, the bonus
+    token counted.
+    """
 
     from_s: float
     to_s: float
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
-    per_position: tuple[float, ...]
+    drafts: Count
+    draft_tokens: Count
+    accepted_tokens: Count
+    per_position: tuple[Amount, ...]
+    rate: Amount = 0.0
+    length: Annotated[float, Meta(ge=1)] = 1.0
 
-    @property
-    def rate(self) -> float:
-        """Accepted over drafted tokens; 0 where nothing was drafted."""
-        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
-
-    @property
-    def length(self) -> float:
-        """Mean tokens a step, the bonus token counted."""
-        return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return asdict(self) | {
-            "per_position": list(self.per_position),
-            "rate": self.rate,
-            "length": self.length,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Window:
-        """Inverse of `as_dict`."""
-        fields = {key: value for key, value in data.items() if key not in ("rate", "length")}
-        return cls(**{**fields, "per_position": tuple(data["per_position"])})
+    def __post_init__(self) -> None:
+        """Fill in what follows from the counts."""
+        if self.draft_tokens:
+            force_setattr(self, "rate", self.accepted_tokens / self.draft_tokens)
+        if self.drafts:
+            force_setattr(self, "length", 1 + self.accepted_tokens / self.drafts)
 
 
 def parse(text: str, at_s: float) -> Counters | None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
+
+from specmortem.convert import Amount, Count, Value
 
 
 class Outcome(StrEnum):
@@ -64,44 +68,34 @@ class Ask:
     max_tokens: int
 
 
-@dataclass(frozen=True)
-class RequestRecord:
+class RequestRecord(Value, frozen=True):
     """A request that was sent, and what became of it.
 
     Times are seconds, `started_s` since the start of the run; `completion_tokens` are the server's own count, None
     where it gave none; `chunks` counts stream events with text; `excerpt` is fit to print.
     """
 
-    id: str
-    round: int
+    id: Annotated[str, Meta(pattern=r"^[0-9]+-[0-9]{3,}$")]
+    round: Count
     outcome: Outcome
     reason: str
-    started_s: float
-    seconds: float
+    started_s: Amount
+    seconds: Amount
     first_text_s: float | None = None
     longest_gap_s: float | None = None
     status: int | None = None
     finish_reason: str = ""
-    max_tokens: int = 0
+    max_tokens: Count = 0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    chunks: int = 0
-    bytes: int = 0
+    chunks: Count = 0
+    bytes: Count = 0
     excerpt: str = ""
 
     @property
     def warm_up(self) -> bool:
         """Whether this one was sent alone before the load."""
         return self.round == 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return asdict(self) | {"outcome": self.outcome.value}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RequestRecord:
-        """Inverse of `as_dict`."""
-        return cls(**{**data, "outcome": Outcome(data["outcome"])})
 
 
 class Ledger:
@@ -148,7 +142,7 @@ class Ledger:
         """Judge a whole answer anew. Raises ValueError for one that was not whole."""
         if self._closed[id].outcome not in WHOLE or outcome not in WHOLE:
             raise ValueError(f"request {id} is {self._closed[id].outcome}, which stands")
-        self._closed[id] = replace(self._closed[id], outcome=outcome, reason=reason)
+        self._closed[id] = self._closed[id].replace(outcome=outcome, reason=reason)
 
     def interrupt(self, reason: str, now_s: float) -> None:
         """Close what is in flight as interrupted."""

@@ -133,7 +133,7 @@ def terminal(result: Result, console: Console | None = None) -> None:
         found = [(Line(f.kind), f"{len(f.requests) or '–'}  {ids(f)}", Line(f.said)) for f in result.findings]
         write_table(("detected", "requests", "first seen"), found, console=console)
     write_table(ROUND_COLUMNS, map(_cells, rounds(result)), console=console)
-    if o := result.overall:
+    if o := result.acceptance.overall:
         told = f"acceptance {o.rate:.1%} of {o.draft_tokens} draft tokens, {o.length:.2f} tokens a step"
         write_lines([told], console)
     write_lines((Line(f"not judged: {reason}", OPEN) for reason in result.not_judged), console)
@@ -177,7 +177,7 @@ def _figures(result: Result) -> list[tuple[str, str]]:
     found = []
     if result.requests:
         found.append(_requests_figure(result))
-    if result.windows:
+    if result.acceptance.windows:
         found.append(_acceptance_figure(result))
     return found
 
@@ -212,15 +212,14 @@ def _kind(record: RequestRecord) -> str:
 def _acceptance_figure(result: Result) -> tuple[str, str]:
     from specmortem.report.figures import REQUEST_COLOURS, figure
 
-    first, last = result.windows[0], result.windows[-1]
+    windows = result.acceptance.windows
+    first, last = windows[0], windows[-1]
     made, (ax,) = figure(1, 2.6, f"Accepted draft tokens: {first.rate:.0%} at first, {last.rate:.0%} at last")
-    middles = [(w.from_s + w.to_s) / 2 for w in result.windows]
-    ax.plot(
-        middles, [w.rate for w in result.windows], "o-", color="black", markersize=3, label="all positions"
-    )
-    depth = max(len(w.per_position) for w in result.windows)
+    middles = [(w.from_s + w.to_s) / 2 for w in windows]
+    ax.plot(middles, [w.rate for w in windows], "o-", color="black", markersize=3, label="all positions")
+    depth = max(len(w.per_position) for w in windows)
     for position in range(min(depth, len(REQUEST_COLOURS))):
-        shares = [w.per_position[position] if position < len(w.per_position) else 0.0 for w in result.windows]
+        shares = [w.per_position[position] if position < len(w.per_position) else 0.0 for w in windows]
         colour = REQUEST_COLOURS[position]
         ax.plot(middles, shares, "--", color=colour, linewidth=1, label=f"position {position}")
     ax.set_xlim(0, result.seconds)

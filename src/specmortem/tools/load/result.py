@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import force_setattr
+
+from specmortem.convert import Amount, Count, Value
 from specmortem.errors import BadInputError
 from specmortem.tools.load.metrics import Window
 from specmortem.tools.load.outcome import UNREMARKABLE, Outcome, RequestRecord
-from specmortem.verdict import check_schema, read_json, write_atomically
-
-SCHEMA_VERSION = 1
+from specmortem.verdict import read_json, write_atomically
 
 
 class Status(StrEnum):
@@ -43,99 +41,89 @@ class Sign(StrEnum):
 COMPLETE = frozenset({Status.FINISHED, Status.COUNT_LIMIT})
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something detected: an outcome with its requests, or a sign of the whole run without any."""
+KINDS = frozenset({*Outcome, *Sign})
+
+
+class Finding(Value, frozen=True):
+    """Something detected: an outcome with its requests, or a sign of the whole run without any.
+
+    Raises BadInputError for a kind that is neither, and for a request that is there twice.
+    """
 
     kind: str
     said: str
     requests: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return asdict(self) | {"requests": list(self.requests)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Finding:
-        """Inverse of `as_dict`."""
-        return cls(data["kind"], data["said"], tuple(data["requests"]))
+    def __post_init__(self) -> None:
+        """Check the kind and the requests."""
+        if self.kind not in KINDS:
+            raise BadInputError(f"kind {self.kind!r} is neither an outcome nor a sign")
+        if len(set(self.requests)) < len(self.requests):
+            raise BadInputError(f"a request appears twice in the finding {self.kind}")
 
 
-@dataclass(frozen=True)
-class Result:
-    """A run, whole or partial. `planned` leaves the limit on the count out; `windows` are those of acceptance.
+class AcceptedDrafts(Value, frozen=True):
+    """Whether the server offers counters of drafts, and what they said: overall, and by windows."""
 
-    Raises BadInputError when a request appears twice.
+    offered: bool = False
+    overall: Window | None = None
+    windows: tuple[Window, ...] = ()
+
+
+class Result(Value, frozen=True, kw_only=True, tag_field="schema", tag=1):
+    """A run, whole or partial. `planned` leaves the limit on the count out.
+
+    `sent`, `counts` by outcome, and what `findings` say of requests follow from the requests: give signs alone, or
+    all of it as in a file. Raises BadInputError when a request appears twice, or where the requests say otherwise.
     """
 
     status: Status
     said: str
     command: str
     started: str
-    seconds: float
+    seconds: Amount
     model: str
     settings: Mapping[str, Any]
     versions: Mapping[str, str]
-    planned: int
-    requests: tuple[RequestRecord, ...]
-    signs: tuple[Finding, ...] = ()
+    planned: Count
+    sent: Count | None = None
+    counts: Mapping[Outcome, Count] = {}
+    findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     not_judged: tuple[str, ...] = ()
-    metrics_offered: bool = False
-    overall: Window | None = None
-    windows: tuple[Window, ...] = ()
+    acceptance: AcceptedDrafts = AcceptedDrafts()
+    requests: tuple[RequestRecord, ...]
 
     def __post_init__(self) -> None:
-        """Check that each request is there once."""
+        """Check that each request is there once, and fill in or compare what follows from them."""
         if twice := [id for id, count in Counter(r.id for r in self.requests).items() if count > 1]:
             raise BadInputError(f"request {twice[0]} appears twice in the result")
+        if lacking := [name for name in ("url", "shape", "seed", "limits") if name not in self.settings]:
+            raise BadInputError(f"settings: {lacking[0]} is missing")
+        given = self.sent is not None
+        for name, found in self._sums().items():
+            if given and found != getattr(self, name):
+                raise BadInputError(f"{name} does not fit the requests in it")
+            force_setattr(self, name, found)
 
     @property
-    def counts(self) -> dict[Outcome, int]:
-        """Requests by outcome, in the order of the outcomes."""
+    def signs(self) -> tuple[Finding, ...]:
+        """What the run as a whole showed."""
+        return tuple(finding for finding in self.findings if finding.kind in set(Sign))
+
+    def _sums(self) -> dict[str, Any]:
         counted = Counter(record.outcome for record in self.requests)
-        return {outcome: counted[outcome] for outcome in Outcome if counted[outcome]}
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """All that was detected; every request is in at most one of them."""
         found = []
-        for outcome in self.counts:
-            if outcome not in UNREMARKABLE:
-                some = [r for r in self.requests if r.outcome is outcome]
-                found.append(Finding(outcome.value, some[0].reason, tuple(r.id for r in some)))
-        return (*found, *self.signs)
+        for outcome in (each for each in Outcome if counted[each] and each not in UNREMARKABLE):
+            some = [r for r in self.requests if r.outcome is outcome]
+            found.append(Finding(outcome.value, some[0].reason, tuple(r.id for r in some)))
+        counts = {outcome: counted[outcome] for outcome in Outcome if counted[outcome]}
+        return {"sent": len(self.requests), "counts": counts, "findings": (*found, *self.signs)}
 
     @property
     def clean(self) -> bool:
         """Whether the run went to its end, all that was asked was judged, and nothing was detected."""
         return self.status in COMPLETE and not self.findings and not self.not_judged
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form, in the order of the schema."""
-        return {
-            "schema": SCHEMA_VERSION,
-            "status": self.status.value,
-            "said": self.said,
-            "command": self.command,
-            "started": self.started,
-            "seconds": round(self.seconds, 3),
-            "model": self.model,
-            "settings": dict(self.settings),
-            "versions": dict(self.versions),
-            "planned": self.planned,
-            "sent": len(self.requests),
-            "counts": {outcome.value: count for outcome, count in self.counts.items()},
-            "findings": [finding.as_dict() for finding in self.findings],
-            "notes": list(self.notes),
-            "not_judged": list(self.not_judged),
-            "acceptance": {
-                "offered": self.metrics_offered,
-                "overall": self.overall.as_dict() if self.overall else None,
-                "windows": [window.as_dict() for window in self.windows],
-            },
-            "requests": [record.as_dict() for record in self.requests],
-        }
 
     def as_json(self) -> str:
         """The file's text, in ASCII so that nothing in it moves a terminal."""
@@ -146,44 +134,6 @@ class Result:
         return write_atomically(path, self.as_json())
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], source: str = "result") -> Result:
-        """Check against the schema and build. Raises BadInputError naming `source` and what is wrong."""
-        check_schema(data, schema(), source)
-        acceptance, names = data["acceptance"], {sign.value for sign in Sign}
-        made = cls(
-            **{
-                key: data[key]
-                for key in ("said", "command", "started", "seconds", "model", "settings", "versions")
-            },
-            status=Status(data["status"]),
-            planned=data["planned"],
-            requests=tuple(map(RequestRecord.from_dict, data["requests"])),
-            signs=tuple(Finding.from_dict(f) for f in data["findings"] if f["kind"] in names),
-            notes=tuple(data["notes"]),
-            not_judged=tuple(data["not_judged"]),
-            metrics_offered=acceptance["offered"],
-            overall=Window.from_dict(acceptance["overall"]) if acceptance["overall"] else None,
-            windows=tuple(map(Window.from_dict, acceptance["windows"])),
-        )
-        _check_sums(made, data, source)
-        return made
-
-    @classmethod
     def load(cls, path: Path) -> Result:
         """Read and check a result file. Raises BadInputError naming the file when it is not one."""
         return cls.from_dict(read_json(path, "specmortem load"), str(path))
-
-
-def _check_sums(made: Result, data: Mapping[str, Any], source: str) -> None:
-    told = made.as_dict()
-    for name in ("sent", "counts", "findings"):
-        if told[name] != data[name]:
-            raise BadInputError(f"{source}: {name} does not fit the requests in it")
-
-
-@cache
-def schema() -> dict[str, Any]:
-    """The JSON Schema of the result file."""
-    text = resources.files("specmortem.tools.load").joinpath("load.schema.json").read_text(encoding="utf-8")
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
