@@ -132,13 +132,13 @@ def _run_all(
 
 
 def write_index(out: Path, root: Path) -> Path:
-    """List every postmortem that lies in `out`."""
-    entries = []
+    """List every postmortem that lies in `out`; one whose incident is not to be found has no summary."""
+    entries, known = [], fact_files.homes(root)
     for executed in sorted(out.glob(f"*/{EXECUTED}"), key=lambda path: (path.parent.name != OVERVIEW, path)):
         run = RunRecord.of(html.read_notebook(executed), executed)
         results = executed.with_name(RESULTS)
         loaded = Results.load(results) if results.exists() else None
-        incident = None if run.slug == OVERVIEW else fact_files.load(run.slug, root)
+        incident = fact_files.load(run.slug, root) if run.slug in known else None
         entries.append((run, summarize(incident, loaded, run.date) if incident else None))
     return write_atomically(out / INDEX, html.index_page(entries))
 
