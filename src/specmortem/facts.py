@@ -11,6 +11,8 @@ import tomllib
 import types
 from collections.abc import Iterable, Mapping
 from datetime import date
+from functools import cache
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ from specmortem.errors import BadInputError, UnavailableError
 FILE_NAME = "incident.toml"
 HOME_VARIABLE = "SPECMORTEM_HOME"
 FOLDERS_VARIABLE = "SPECMORTEM_INCIDENTS"
+GROUP = "specmortem.incidents"  # of entry points, each an incident of another distribution
 Grade = Literal["demonstrated", "reproduced", "reported", "open"]
 HypothesisVerdict = Literal["supported", "refuted", "open"]
 Needs = Literal["cpu", "gpu"]
@@ -202,10 +205,13 @@ def homes(root: Path | None = None) -> dict[str, Path]:
     """The folder of each incident by slug, sorted: those under `root`, the investigations folder, and those of others.
 
     A folder of others is a Python package, so its name has underscores where the slug has hyphens.
+    Raises BadInputError for two folders of one slug.
     """
     found = {path.parent.name: path.parent for path in (root or find_root()).glob(f"*/{FILE_NAME}")}
-    for folder in folders():
-        found |= {path.parent.name.replace("_", "-"): path.parent for path in folder.glob(f"*/{FILE_NAME}")}
+    for home in _homes_of_others():
+        slug = home.name.replace("_", "-")
+        if found.setdefault(slug, home) != home:
+            raise BadInputError(f"two incidents are called {slug!r}: {found[slug]} and {home}")
     return dict(sorted(found.items()))
 
 
@@ -238,6 +244,26 @@ def load(slug: str, root: Path | None = None) -> Facts:
     incident = build(Facts, data, lambda where: _place(str(path), data, where))
     _check(incident, slug, str(path))
     return incident
+
+
+def _homes_of_others() -> list[Path]:
+    return [*_announced(), *(path.parent for folder in folders() for path in folder.glob(f"*/{FILE_NAME}"))]
+
+
+@cache
+def _announced() -> tuple[Path, ...]:
+    """The packages that other distributions announce, found without importing them."""
+    found = []
+    for point in metadata.entry_points(group=GROUP):
+        try:
+            spec = util.find_spec(point.module)
+        except ImportError:
+            spec = None
+        if spec is None:
+            raise BadInputError(f"entry point {point.name} of {GROUP}: there is no package {point.module}")
+        places = map(Path, spec.submodule_search_locations or ())
+        found += [place.resolve() for place in places if (place / FILE_NAME).is_file()]
+    return tuple(found)
 
 
 def _holds_incidents(folder: Path) -> bool:

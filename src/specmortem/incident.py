@@ -25,7 +25,6 @@ from specmortem.exposure import Config, Reach, Rule
 from specmortem.facts import Facts, find_root
 
 __all__ = ["Campaign", "Incident", "Probe", "find_root"]
-GROUP = "specmortem.incidents"
 Needs = Literal["any", "interpreter", "cuda"]
 
 
@@ -91,7 +90,7 @@ class Incident:
     @property
     def facts(self) -> Facts:
         """What incident.toml says. Raises BadInputError for the first thing wrong in it."""
-        return fact_files.load(self.slug, self.folder.parent if self.folder else None)
+        return fact_files.load(self.slug)
 
 
 def all_incidents() -> Mapping[str, Incident]:
@@ -154,11 +153,9 @@ def reached(config: Config) -> dict[str, Reach]:
 def _all(folders: tuple[Path, ...]) -> Mapping[str, Incident]:
     found: dict[str, Incident] = {}
     for one in (*_own(), *_announced(), *_in_folders(folders)):
-        if one.slug in found:
-            raise BadInputError(
-                f"two incidents are called {one.slug!r}: {found[one.slug].package} and {one.package}"
-            )
-        found[one.slug] = one
+        if found.setdefault(one.slug, one) is not one:
+            places = " and ".join(str(each.folder or each.package) for each in (found[one.slug], one))
+            raise BadInputError(f"two incidents are called {one.slug!r}: {places}")
     return MappingProxyType(dict(sorted(found.items())))
 
 
@@ -168,8 +165,8 @@ def _own() -> Iterator[Incident]:
 
 
 def _announced() -> Iterator[Incident]:
-    for point in metadata.entry_points(group=GROUP):
-        yield _exported(point.value.partition(":")[0])
+    for point in metadata.entry_points(group=fact_files.GROUP):
+        yield _exported(point.module)
 
 
 def _in_folders(folders: Iterable[Path]) -> Iterator[Incident]:
@@ -178,14 +175,20 @@ def _in_folders(folders: Iterable[Path]) -> Iterator[Incident]:
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
         for entry in sorted(folder.glob(f"*/{fact_files.FILE_NAME}")):
-            yield _exported(entry.parent.name)
+            yield _exported(entry.parent.name, entry.parent)
 
 
-def _exported(module: str) -> Incident:
+def _exported(package: str, folder: Path | None = None) -> Incident:
+    """The incident of a package, which has to lie in `folder`. Raises BadInputError, whatever its import raises."""
+    place = folder or package
     try:
-        one = importlib.import_module(module).INCIDENT
-    except (ImportError, AttributeError) as error:
-        raise BadInputError(f"{module} exports no INCIDENT: {error}") from error
+        module = importlib.import_module(package)
+    except Exception as error:
+        raise BadInputError(f"{place} exports no INCIDENT: {type(error).__name__}: {error}") from error
+    other = getattr(module, "__file__", None) or "built in"
+    if folder and Path(other).resolve().parent != folder:
+        raise BadInputError(f"{folder}: a package {package} is there already ({other}); rename the folder")
+    one = getattr(module, "INCIDENT", None)
     if not isinstance(one, Incident):
-        raise BadInputError(f"{module}.INCIDENT is {type(one).__name__}, not an Incident")
+        raise BadInputError(f"{place} exports no INCIDENT: it is {one!r}")
     return one
