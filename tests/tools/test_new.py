@@ -97,12 +97,18 @@ def test_it_shows_up_where_the_four_do(incident, tree, tmp_path):
     [
         (("dflash-oob", "--kernel", "vllm/x.py:copy_kernel"), "there is an incident 'dflash-oob' already"),
         (("My_Bug", "--kernel", "vllm/x.py:copy_kernel"), "'My_Bug' is no slug"),
+        (
+            ("json", "--kernel", "vllm/x.py:copy_kernel"),
+            "the name of a Python package that is installed, json",
+        ),
+        (("class", "--kernel", "vllm/x.py:copy_kernel"), "'class' has a meaning already"),
+        (("overview", "--kernel", "vllm/x.py:copy_kernel"), "'overview' has a meaning already"),
         (("my-bug", "--kernel", "copy_kernel"), "'copy_kernel' is not FILE:NAME"),
         (("my-bug", "--kernel", "vllm/x.py:no_kernel"), "has no vllm/x.py:no_kernel"),
         (("my-bug", "--kernel", "vllm/y.py:copy_kernel"), "vllm/y.py"),
         (("my-bug",), "give either --kernel FILE:NAME or --function FILE:NAME"),
     ],
-    ids=["taken", "slug", "place", "name", "file", "neither"],
+    ids=["taken", "slug", "package", "keyword", "overview", "place", "name", "file", "neither"],
 )
 def test_bad_input_is_one_error_and_writes_nothing(arguments, told, tree, tmp_path):
     result = invoke("new", *arguments, "--subject", f"tree:{tree}", "--out", tmp_path)
@@ -117,20 +123,3 @@ def test_a_folder_that_exists_is_left_alone(tree, tmp_path):
     )
     assert result.exit_code == 2 and "my_bug exists" in result.stderr
     assert not any((tmp_path / "my_bug").iterdir())
-
-
-def test_a_folder_that_cannot_be_imported_is_named(tree, tmp_path):
-    folder = made(tree, tmp_path, "my-broken", "--kernel", "copy_kernel")
-    (folder / "__init__.py").write_text("import no_such_module\n")
-    done = call("--incidents", tmp_path, "probe", "my-broken-example")
-    assert done.returncode == 2 and "my_broken exports no INCIDENT" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_two_incidents_of_one_slug_are_refused(tree, tmp_path):
-    made(tree, tmp_path / "one", "my-twin", "--kernel", "copy_kernel")
-    folder = made(tree, tmp_path / "two", "my-other", "--kernel", "copy_kernel")
-    text = (folder / "__init__.py").read_text().replace('slug="my-other"', 'slug="my-twin"')
-    (folder / "__init__.py").write_text(text)
-    done = call("--incidents", tmp_path / "one", "--incidents", tmp_path / "two", "probe", "my-twin-example")
-    assert done.returncode == 2 and "two incidents are called 'my-twin'" in done.stderr

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -11,6 +13,7 @@ import click
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
 
 TEMPLATE = Path(__file__).with_name("template")
+OVERVIEW = "overview"  # what `run` calls the notebook of all incidents
 SLUG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 PLACE = re.compile(r"(?P<file>[\w./-]+\.py):(?P<name>[A-Za-z_][\w.]*)")
 
@@ -55,6 +58,10 @@ def create(slug: str, kind: str, place: str, subject: str, out: Path) -> Path:
     package = _package(slug)
     if (folder := out / package).exists():
         raise BadInputError(f"{folder} exists; give another slug, or another folder with --out")
+    if find_spec(package) is not None:
+        raise BadInputError(
+            f"{slug!r} would have the name of a Python package that is installed, {package}; give another slug"
+        )
     _check(subject, file, name)
     answers = {"slug": slug, "package": package, "kind": kind, "file": file, "name": name, "subject": subject}
     try:
@@ -78,6 +85,8 @@ def _package(slug: str) -> str:
 
     if not SLUG.fullmatch(slug):
         raise BadInputError(f"{slug!r} is no slug: words of small letters and digits, joined by hyphens")
+    if keyword.iskeyword(slug) or slug == OVERVIEW:
+        raise BadInputError(f"{slug!r} has a meaning already; give another slug")
     if slug in incident.all_slugs():
         raise BadInputError(f"there is an incident {slug!r} already; give another slug")
     return slug.replace("-", "_")
