@@ -862,5 +862,5 @@ def test_conflicts_names_each_shared_range_once():
     with staging.watch(dev) as watched:
         dev.launch(mix, tensor, tensor)
     [access] = watched.order._all_pending()
-    [conflict] = conflicts(access, access)
+    [conflict] = conflicts(access.op, access.op)
     assert (conflict.first, conflict.second, conflict.stop - conflict.start) == ("write", "write", 16)

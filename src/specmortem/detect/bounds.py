@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ import triton
 from triton.runtime import interpreter
 
 from specmortem._interpreter import mend
-from specmortem.detect.interpreter import Hook, dtype_of, hooked, kernel_frame
+from specmortem.detect.hooks import Hook, hooked
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
 
 mend()
@@ -50,6 +51,7 @@ Addresses = npt.NDArray[np.uint64]
 _TAG_SHIFT = 48
 _ADDRESS_MASK = np.uint64((1 << _TAG_SHIFT) - 1)
 _ADDRESS_SIGN = 1 << (_TAG_SHIFT - 1)
+_SKIPPED = (str(Path(triton.__file__).parent), str(Path(__file__).parent))  # of no kernel
 # Odd numbers only: an offset that borrows from or carries into the tag gives an even one, which is recognised.
 _MAX_TAG = (1 << 15) - 1
 _HOOKS = {
@@ -457,7 +459,7 @@ class Watch:
         pointer = int(pointers.ravel()[lane])
         region = self._resolve(pointer >> _TAG_SHIFT, pointer & int(_ADDRESS_MASK))
         address = pointer - ((region.tag if region else 0) << _TAG_SHIFT)
-        file, line = kernel_frame()
+        file, line = _kernel_frame()
         self.reports.append(
             Report(
                 kernel=self._kernel,
@@ -560,12 +562,7 @@ class _Hooks:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put the hooks in; they are out again after the block."""
-        accesses = {
-            "create_masked_load": self.masked_load,
-            "create_masked_store": self.masked_store,
-            "create_atomic_cas": self.atomic_cas,
-            "create_atomic_rmw": self.atomic_rmw,
-        }
+        accesses = {name: getattr(self, name.removeprefix("create_")) for name in _HOOKS}
         with (
             hooked(interpreter.InterpreterBuilder, set_grid_idx=self.set_grid_idx, **accesses),
             hooked(interpreter, _implicit_cvt=self.implicit_cvt),
@@ -583,10 +580,10 @@ class _Hooks:
         """`Watch.check` of a mask as the interpreter passes it: a handle, or from block pointers a bare array."""
         data = mask if isinstance(mask, np.ndarray) else mask.data
         lanes = np.broadcast_to(np.asarray(data, dtype=np.bool_), ptrs.data.shape)
-        return self.watch.check(ptrs.data, lanes, dtype_of(ptrs).itemsize, op)
+        return self.watch.check(ptrs.data, lanes, _dtype_of(ptrs).itemsize, op)
 
     def masked_load(self, original: Hook, builder: Any, ptrs: Any, mask: Any, other: Any, *hints: Any) -> Any:
-        dtype = dtype_of(ptrs)
+        dtype = _dtype_of(ptrs)
         plain, allowed, region = self._check(ptrs, mask, "load")
         default = np.full(ptrs.data.shape, self.watch.fill, dtype=dtype) if other is None else other.data
         value = interpreter._interpreter.load(plain, allowed, default, dtype)
@@ -628,3 +625,19 @@ class _Hooks:
         named = dict(zip(executor.arg_names, args, strict=False)) | known
         self.watch.begin(executor.fn.__name__, named)
         original(executor, *args, **kwargs)
+
+
+def _dtype_of(pointers: Any) -> Any:
+    """The numpy dtype of what the pointers of a load, a store or an atomic point to."""
+    return interpreter._get_np_dtype(pointers.get_element_ty())
+
+
+def _kernel_frame() -> tuple[str, int]:
+    """File and line of the innermost frame that is neither Triton's nor a detector's; empty when there is none."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_SKIPPED):
+            return name, frame.f_lineno
+        frame = frame.f_back
+    return "", 0

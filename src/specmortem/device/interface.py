@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specmortem.device.memory import Op, Region, tensor_region
+from specmortem.device.memory import Op, Region, host_access, tensor_region
 from specmortem.device.objects import Event, Graph, HostBuffer, Place, Stream, is_pageable
 from specmortem.device.trace import Observer, TraceRecord, call_site
 from specmortem.errors import BadInputError, SpecmortemError
@@ -210,8 +210,7 @@ class Device(ABC):
     def _host_access(self, buffer: HostBuffer, region: Region, write: bool) -> None:
         what = "write" if write else "read"
         self._refuse_in_capture(f"a host {what} of {buffer.name!r}")
-        regions: tuple[tuple[Region, ...], tuple[Region, ...]] = ((), (region,)) if write else ((region,), ())
-        self._before_access(Op(what, buffer.name, reads=regions[0], writes=regions[1]))
+        self._before_access(host_access(what, region, write))
         self._host_call(what, name=buffer.name)
         self._tell(lambda observer, site: observer.host_accessed(buffer, region, write, site))
 

@@ -118,5 +118,11 @@ class Op:
         return _overlap(self.writes, other.reads + other.writes) or _overlap(self.reads, other.writes)
 
 
+def host_access(what: str, region: Region, write: bool, *tensors: torch.Tensor) -> Op:
+    """What the host does at once to the bytes of `region`, in the memory of `tensors`."""
+    reads, writes = ((), (region,)) if write else ((region,), ())
+    return Op(what, region.name, reads=reads, writes=writes, tensors=tensors)
+
+
 def _overlap(some: tuple[Region, ...], others: tuple[Region, ...]) -> bool:
     return any(one.overlaps(other) for one in some for other in others)

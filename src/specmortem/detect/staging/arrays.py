@@ -84,26 +84,20 @@ class WatchedArray(np.ndarray[Any, Any]):
         result = func(*args, **kwargs)
         return target if target is not None and result is not None else result
 
-    def fill(self, value: Any) -> None:
-        self._tell_all(write=True).fill(value)
 
-    def sort(self, *args: Any, **kwargs: Any) -> None:
-        self._tell_all(write=True).sort(*args, **kwargs)
+def _telling(name: str, write: bool) -> Callable[..., Any]:
+    """A method of numpy's that reads or writes the whole array."""
 
-    def tolist(self) -> Any:
-        return self._tell_all(write=False).tolist()
+    def method(self: WatchedArray, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._tell_all(write), name)(*args, **kwargs)
 
-    def item(self, *args: Any) -> Any:
-        return self._tell_all(write=False).item(*args)
+    return method
 
-    def copy(self, order: Any = "C") -> Any:
-        return self._tell_all(write=False).copy(order)
 
-    def astype(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tell_all(write=False).astype(*args, **kwargs)
-
-    def tobytes(self, order: Any = "C") -> bytes:
-        return self._tell_all(write=False).tobytes(order)
+for _name in ("tolist", "item", "copy", "astype", "tobytes"):
+    setattr(WatchedArray, _name, _telling(_name, write=False))
+for _name in ("fill", "sort"):
+    setattr(WatchedArray, _name, _telling(_name, write=True))
 
 
 def _plain(index: Any) -> Any:

@@ -17,27 +17,24 @@ from weakref import WeakKeyDictionary
 import torch
 
 from specmortem.detect.staging.report import Frame, place, user_stack
-from specmortem.device import Region
+from specmortem.device import Op, Region
+from specmortem.device.memory import host_access
 
 Clock = dict[str, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """What one queued operation or the host touched; `tick` is its number in its stream.
+    """An operation of a stream, or one of the host (`stream` is then empty); `tick` is its number in its stream.
 
     `serial` numbers all accesses in the order of the program's calls.
     """
 
     serial: int
-    what: str
-    name: str
+    op: Op
     stream: str
     tick: int
-    reads: tuple[Region, ...]
-    writes: tuple[Region, ...]
     stack: tuple[Frame, ...]
-    alive: tuple[torch.Tensor, ...] = ()
 
 
 class Conflict(NamedTuple):
@@ -50,7 +47,7 @@ class Conflict(NamedTuple):
     name: str
 
 
-def conflicts(first: Access, second: Access) -> Iterator[Conflict]:
+def conflicts(first: Op, second: Op) -> Iterator[Conflict]:
     """The shared bytes of which one side writes some, once each."""
     seen: set[tuple[int, int]] = set()
     ways = (
@@ -86,33 +83,25 @@ class Order:
 
     # Work and host accesses
 
-    def enqueue(
-        self,
-        stream: str,
-        what: str,
-        name: str,
-        reads: Sequence[Region] = (),
-        writes: Sequence[Region] = (),
-        alive: Sequence[torch.Tensor] = (),
-    ) -> Access:
+    def enqueue(self, stream: str, op: Op) -> Access:
         """An operation enters a stream."""
         clock = self._clocks.setdefault(stream, {})
         clock[stream] = clock.get(stream, 0) + 1
-        access = self._access(what, name, stream, clock[stream], reads, writes, alive)
+        access = self._access(op, stream, clock[stream])
         self._compare(access, clock)
         self.latest = access
-        if reads or writes:
-            key = (what, name, access.stack[:1], access.reads, access.writes)
+        if op.reads or op.writes:
+            key = (op.what, op.name, access.stack[:1], op.reads, op.writes)
             self._pending.setdefault(stream, {})[key] = access
         return access
 
-    def host(self, region: Region, write: bool, alive: Sequence[torch.Tensor] = ()) -> None:
+    def host(self, region: Region, write: bool, *alive: torch.Tensor) -> None:
         """The host reads or writes now."""
-        if not self._concerned(region):
+        op = host_access("host", region, write, *alive)
+        if any(op.conflicts(access.op) for access in self._all_pending()):
+            self._compare(self._access(op, "", 0), self._host)
+        else:
             self._serial += 1
-            return
-        reads, writes = ((), (region,)) if write else ((region,), ())
-        self._compare(self._access("host", region.name, "", 0, reads, writes, alive), self._host)
 
     def pending(self, access: Access) -> bool:
         """Whether the host does not know yet that this operation is over."""
@@ -120,7 +109,7 @@ class Order:
 
     def pending_write(self, region: Region) -> bool:
         """Whether an operation that the host does not know to be over writes into these bytes."""
-        return any(region.overlaps(written) for access in self._all_pending() for written in access.writes)
+        return any(region.overlaps(written) for access in self._all_pending() for written in access.op.writes)
 
     # What orders them
 
@@ -163,24 +152,9 @@ class Order:
         for pending in self._pending.values():
             yield from pending.values()
 
-    def _concerned(self, region: Region) -> bool:
-        return any(region.overlaps(other) for a in self._all_pending() for other in (*a.reads, *a.writes))
-
-    def _access(
-        self,
-        what: str,
-        name: str,
-        stream: str,
-        tick: int,
-        reads: Sequence[Region],
-        writes: Sequence[Region],
-        alive: Sequence[torch.Tensor],
-    ) -> Access:
+    def _access(self, op: Op, stream: str, tick: int) -> Access:
         self._serial += 1
-        stack = user_stack()
-        return Access(
-            self._serial, what, name, stream, tick, tuple(reads), tuple(writes), stack, tuple(alive)
-        )
+        return Access(self._serial, op, stream, tick, user_stack())
 
     def _compare(self, access: Access, clock: Clock) -> None:
         for stream, pending in self._pending.items():
@@ -189,7 +163,7 @@ class Order:
             known = clock.get(stream, 0)
             for earlier in pending.values():
                 if earlier.tick > known:
-                    for conflict in conflicts(earlier, access):
+                    for conflict in conflicts(earlier.op, access.op):
                         self._found(earlier, access, conflict)
 
     def _host_joins(self, clocks: Sequence[Clock], how: str) -> None:

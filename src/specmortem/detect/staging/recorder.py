@@ -5,25 +5,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
-from unittest import mock
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
+from specmortem.detect.hooks import Hook, hooked
 from specmortem.detect.staging.order import Access, Clock
 from specmortem.detect.staging.torch_calls import Interceptor, TorchWatch, copy_ends, touched, waits
-from specmortem.device import Region
+from specmortem.device import Op, Region
 from specmortem.device.cuda import missing
 from specmortem.errors import UnavailableError
 
 _COPY, _TO_COPY = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
-
-
-class _Captured(NamedTuple):
-    reads: tuple[Region, ...]
-    writes: tuple[Region, ...]
-    alive: tuple[torch.Tensor, ...]
 
 
 class Recorder(Interceptor):
@@ -31,8 +26,8 @@ class Recorder(Interceptor):
 
     def __init__(self, watch: TorchWatch) -> None:
         super().__init__(watch)
-        self._capturing: list[_Captured] | None = None
-        self._graphs: dict[int, list[_Captured]] = {}
+        self._capturing: list[Op] | None = None
+        self._graphs: dict[int, list[Op]] = {}
         self._ends: dict[int, Clock] = {}
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,117 +71,84 @@ class Recorder(Interceptor):
         return tensor.is_pinned()
 
     def host(self, tensor: torch.Tensor, region: Region, write: bool) -> None:
-        self.order.host(region, write, (tensor,))
+        self.order.host(region, write, tensor)
 
-    def enqueue(
-        self,
-        run: Callable[[], object],
-        reads: tuple[Region, ...],
-        writes: tuple[Region, ...],
-        alive: tuple[torch.Tensor, ...],
-    ) -> Access | None:
-        """Keep the host's side of the copy; a device tensor is not tracked, and not kept alive."""
-        host = tuple(tensor for tensor in alive if not self.on_device(tensor))
-        down = not self.on_device(alive[1])
-        captured = _Captured(reads if down else (), () if down else writes, host)
+    def enqueue(self, op: Op) -> Access | None:
+        """Keep the host's side of a copy; a device tensor is not tracked, and not kept alive."""
+        host = tuple(tensor for tensor in op.tensors if not self.on_device(tensor))
+        if self.on_device(op.tensors[1]):
+            kept = Op(op.what, op.name, writes=op.writes, tensors=host)
+        else:
+            kept = Op(op.what, op.name, reads=op.reads, tensors=host)
         if self._capturing is not None:
-            self._capturing.append(captured)
+            self._capturing.append(kept)
             return None
-        return self._put(captured)
-
-    def _put(self, copy: _Captured) -> Access:
-        ends = (*copy.reads, *copy.writes)
-        name = f"{'from' if copy.reads else 'to'} {ends[0].name}" if ends else "of a staged source"
-        return self.order.enqueue(_stream_name(), "copy", name, *copy)
+        return self.order.enqueue(_stream_name(), kept)
 
     def join_stream(self) -> None:
         self.contents.check()
-        self.order.host_waited_stream(_stream_name())
+        self._stream_over()
 
     @contextmanager
     def patched(self) -> Iterator[None]:
         """The calls of `torch.cuda` that order streams and host."""
-        with super().patched(), ExitStack() as stack:
-            for holder, name, replacement in (*self._events(), *self._streams(), *self._graph_calls()):
-                stack.enter_context(mock.patch.object(holder, name, replacement))
+        graph = torch.cuda.CUDAGraph
+        events = {how: self._waiting(partial(self._event_over, how)) for how in ("query", "synchronize")}
+        streams = dict.fromkeys(events, self._waiting(self._stream_over))
+        with (
+            super().patched(),
+            hooked(torch.cuda.Event, record=self._recorded, wait=self._waited, **events),
+            hooked(torch.cuda.Stream, **streams),
+            hooked(torch.cuda, synchronize=self._waiting(lambda *_: self.order.host_waited_all())),
+            hooked(graph, capture_begin=self._begun, capture_end=self._ended, replay=self._replayed),
+        ):
             yield
 
-    def _events(self) -> Iterator[tuple[Any, str, Any]]:
-        kind = torch.cuda.Event
-        record, wait, query, synchronize = kind.record, kind.wait, kind.query, kind.synchronize
+    def _event_over(self, how: str, event: Any) -> None:
+        self.order.host_waited_event(_key(event), f"the {how} of an event")
 
-        def recorded(event: Any, stream: Any = None) -> None:
-            stream = torch.cuda.current_stream() if stream is None else stream
-            record(event, stream)
-            self.order.record(_key(event), _stream_name(stream))
+    def _stream_over(self, stream: Any = None) -> None:
+        self.order.host_waited_stream(_stream_name(stream))
 
-        def waited(event: Any, stream: Any = None) -> None:
-            stream = torch.cuda.current_stream() if stream is None else stream
-            wait(event, stream)
-            self.order.wait(_stream_name(stream), _key(event))
+    def _waiting(self, over: Callable[..., None]) -> Hook:
+        """A hook of a synchronize or a query: unless that answers False, `over` says what the host knows by it."""
 
-        def queried(event: Any) -> bool:
+        def wait(original: Hook, *args: Any, **kwargs: Any) -> Any:
             self.contents.check()
-            done = bool(query(event))
-            if done:
-                self.order.host_waited_event(_key(event), "the query of an event")
-            return done
+            answer = original(*args, **kwargs)
+            if answer is None or answer:
+                over(*args)
+            return answer
 
-        def synchronized(event: Any) -> None:
-            self.contents.check()
-            synchronize(event)
-            self.order.host_waited_event(_key(event), "the synchronize of an event")
+        return wait
 
-        yield from ((kind, "record", recorded), (kind, "wait", waited))
-        yield from ((kind, "query", queried), (kind, "synchronize", synchronized))
+    def _recorded(self, record: Hook, event: Any, stream: Any = None) -> None:
+        stream = torch.cuda.current_stream() if stream is None else stream
+        record(event, stream)
+        self.order.record(_key(event), _stream_name(stream))
 
-    def _streams(self) -> Iterator[tuple[Any, str, Any]]:
-        kind = torch.cuda.Stream
-        query, synchronize, synchronize_all = kind.query, kind.synchronize, torch.cuda.synchronize
+    def _waited(self, wait: Hook, event: Any, stream: Any = None) -> None:
+        stream = torch.cuda.current_stream() if stream is None else stream
+        wait(event, stream)
+        self.order.wait(_stream_name(stream), _key(event))
 
-        def queried(stream: Any) -> bool:
-            self.contents.check()
-            done = bool(query(stream))
-            if done:
-                self.order.host_waited_stream(_stream_name(stream))
-            return done
+    def _begun(self, begin: Hook, graph: Any, *args: Any, **kwargs: Any) -> None:
+        begin(graph, *args, **kwargs)
+        self._capturing = self._graphs[id(graph)] = []
+        self._ends[id(graph)] = {}
 
-        def synchronized(stream: Any) -> None:
-            self.contents.check()
-            synchronize(stream)
-            self.order.host_waited_stream(_stream_name(stream))
+    def _ended(self, end: Hook, graph: Any) -> None:
+        self._capturing = None
+        end(graph)
 
-        def all_synchronized(device: Any = None) -> None:
-            self.contents.check()
-            synchronize_all(device)
-            self.order.host_waited_all()
-
-        yield from ((kind, "query", queried), (kind, "synchronize", synchronized))
-        yield torch.cuda, "synchronize", all_synchronized
-
-    def _graph_calls(self) -> Iterator[tuple[Any, str, Any]]:
-        kind = torch.cuda.CUDAGraph
-        begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
-
-        def begun(graph: Any, *args: Any, **kwargs: Any) -> None:
-            begin(graph, *args, **kwargs)
-            self._capturing = self._graphs[id(graph)] = []
-            self._ends[id(graph)] = {}
-
-        def ended(graph: Any) -> None:
-            self._capturing = None
-            end(graph)
-
-        def replayed(graph: Any) -> None:
-            self.contents.check()
-            replay(graph)
-            stream = _stream_name()
-            self.order.stream_follows(stream, self._ends.get(id(graph), {}))
-            for copy in self._graphs.get(id(graph), []):
-                self._put(copy)
-            self._ends[id(graph)] = self.order.stream_end(stream)
-
-        yield from ((kind, "capture_begin", begun), (kind, "capture_end", ended), (kind, "replay", replayed))
+    def _replayed(self, replay: Hook, graph: Any) -> None:
+        self.contents.check()
+        replay(graph)
+        stream = _stream_name()
+        self.order.stream_follows(stream, self._ends.get(id(graph), {}))
+        for copy in self._graphs.get(id(graph), []):
+            self.order.enqueue(stream, copy)
+        self._ends[id(graph)] = self.order.stream_end(stream)
 
 
 class _Key:

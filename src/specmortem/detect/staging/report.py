@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 import specmortem.device
+from specmortem.detect import hooks
 
 Frame = tuple[str, int, str]
 
 _HIDDEN = (
-    *(f"{Path(file).parent}/" for file in (__file__, specmortem.device.__file__, str(torch.__file__))),
+    *(f"{Path(file).parent}/" for file in (hooks.__file__, specmortem.device.__file__, str(torch.__file__))),
     contextlib.__file__,
 )
 _DEPTH = 8

@@ -11,8 +11,9 @@ graphs; one device, one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -24,7 +25,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from specmortem import device as devices
 from specmortem.detect.staging.order import Access
-from specmortem.detect.staging.torch_calls import Interceptor, TorchWatch, copy_ends, is_view, touched, waits
+from specmortem.detect.staging.torch_calls import (
+    Interceptor,
+    TorchWatch,
+    copy_ends,
+    is_view,
+    name_of,
+    touched,
+    waits,
+)
 from specmortem.device import HostBuffer, Op, Region, Schedule
 from specmortem.device.schedules import named
 from specmortem.errors import BadInputError
@@ -157,7 +166,7 @@ class Carrier(Interceptor):
             dst, src, non_blocking = copy_ends(args, kwargs)
             self.copy(dst, src, non_blocking)
             return dst
-        if func.overloadpacket in _INDEXED and any(map(self._is_host_index, args[1])):
+        if func.overloadpacket in _INDEXED:
             args = (args[0], [self._uploaded(index) for index in args[1]], *args[2:])
             reads, writes = touched(func, args, kwargs)
         self._check_together(func, reads, writes)
@@ -178,50 +187,49 @@ class Carrier(Interceptor):
         reads: list[torch.Tensor],
         writes: list[torch.Tensor],
     ) -> Any:
-        baked, named = _baked(args), _baked(kwargs)
+        call = partial(func, *_baked(args), **_baked(kwargs))
+        ours = [tensor for tensor in reads if isinstance(tensor, SimTensor)]
         if writes:
-            self._submit(lambda: func(*baked, **named), func, reads, writes)
+            self.launch(name_of(func), call, ours, writes)
             return writes[0] if len(writes) == 1 else tuple(writes)
-        made = self._outputs(func, baked, named)
+        made = self._outputs(call)
 
         def run() -> None:
-            for target, value in zip(tree_leaves(made), tree_leaves(func(*baked, **named)), strict=True):
-                if isinstance(target, torch.Tensor):
-                    target.copy_(value)
+            for target, value in zip(_tensors(made), _tensors(call()), strict=True):
+                target.copy_(value)
 
-        self._submit(run, func, reads, [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)])
+        self.launch(name_of(func), run, ours, _tensors(made))
         return _wrapped(made)
 
     @staticmethod
-    def _outputs(func: Any, args: Any, kwargs: Any) -> Any:
+    def _outputs(call: partial[Any]) -> Any:
         """New tensors for the results of a queued operation."""
 
         def meta(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-        kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
-        args, kwargs = tree_map_only(torch.Tensor, meta, (args, kwargs))
+        kwargs = {k: v for k, v in call.keywords.items() if k not in ("device", "pin_memory")}
+        args, kwargs = tree_map_only(torch.Tensor, meta, (call.args, kwargs))
         try:
-            result = func(*args, **kwargs)
+            result = call.func(*args, **kwargs)
         except NotImplementedError as error:
             raise BadInputError(
-                f"simulated_cuda() cannot tell the output shapes of {func}: torch has no meta kernel for it"
+                f"simulated_cuda() cannot tell the output shapes of {call.func}: torch has no meta kernel for it"
             ) from error
         return tree_map_only(
             torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), result
         )
 
-    def _submit(
+    def launch(
         self,
+        name: str,
         run: Callable[[], object],
-        func: Any,
-        reads: list[torch.Tensor],
-        writes: list[torch.Tensor],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
     ) -> None:
-        ours = [t for t in reads if isinstance(t, SimTensor)]
-        read, written = (tuple(map(self.watch.region, tensors)) for tensors in (ours, writes))
-        name = str(func._schema.name).removeprefix("aten::")
-        self._put(Op("launch", name, run, read, written, (*ours, *writes)))
+        """Put what reads and writes these device tensors into the current stream."""
+        read, written = (tuple(map(self.watch.region, tensors)) for tensors in (reads, writes))
+        self.enqueue(Op("launch", name, run, read, written, (*reads, *writes)))
 
     def queued(self, kernel: Any) -> Any:
         """A Triton kernel whose launches, `queued(kernel)[grid](...)`, go into the current stream.
@@ -230,20 +238,17 @@ class Carrier(Interceptor):
         """
         return _Queued(self, kernel)
 
-    def _put(self, op: Op) -> None:
+    def enqueue(self, op: Op) -> Access | None:
         def run() -> None:
             with self.aside(), _disable_current_modes():
                 op.run()
 
-        queued = Op(op.what, op.name, run, op.reads, op.writes, op.tensors)
-        self.device._submit(queued, self.current().stream)
-
-    def _is_host_index(self, index: torch.Tensor | None) -> bool:
-        return index is not None and not self.on_device(index)
+        self.device._submit(replace(op, run=run), self.current().stream)
+        return self.order.latest
 
     def _uploaded(self, index: torch.Tensor | None) -> torch.Tensor | None:
         """An index of a device tensor: torch copies one of the host to the device, and waits."""
-        if index is None or not self._is_host_index(index):
+        if index is None or self.on_device(index):
             return index
         made = torch.empty(index.shape, dtype=index.dtype).as_subclass(SimTensor)
         self.copy(made, index, non_blocking=False)
@@ -265,18 +270,6 @@ class Carrier(Interceptor):
     def staged(self, run: Callable[[], object], dst: torch.Tensor, src: torch.Tensor) -> Callable[[], object]:
         taken, target = src.clone(), _plain(dst)
         return lambda: target.copy_(taken)
-
-    def enqueue(
-        self,
-        run: Callable[[], object],
-        reads: tuple[Region, ...],
-        writes: tuple[Region, ...],
-        alive: tuple[torch.Tensor, ...],
-    ) -> Access | None:
-        host = next(tensor for tensor in alive if not self.on_device(tensor))
-        name = f"{'to' if host is alive[0] else 'from'} {self.watch.region(host).name}"
-        self._put(Op("copy", name, run, reads, writes, alive))
-        return self.order.latest
 
     def join_stream(self) -> None:
         self.current().synchronize()
@@ -305,11 +298,10 @@ class _Queued:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
-            carrier, name = self._carrier, getattr(self._kernel, "__name__", "kernel")
+            name = getattr(self._kernel, "__name__", "kernel")
             run = partial(self._kernel[grid], *_plain(args), **_plain(kwargs))
-            tensors = tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-            regions = tuple(map(carrier.watch.region, tensors))
-            carrier._put(Op("launch", name, run, regions, regions, tensors))
+            tensors = _tensors((args, kwargs))
+            self._carrier.launch(name, run, tensors, tensors)
 
         return launch
 
@@ -322,7 +314,9 @@ class Placement(TorchFunctionMode):
         self.carrier = carrier
         self._handlers: dict[Any, Callable[..., Any]] = {
             torch.Tensor.to: self._to,
-            torch.Tensor.cuda: self._cuda,
+            torch.Tensor.cuda: lambda tensor, device=None, non_blocking=False: self._move(
+                tensor, "cuda", non_blocking
+            ),
             torch.Tensor.cpu: lambda tensor: self._move(tensor, "cpu", False),
             torch.Tensor.pin_memory: self._pin_memory,
             torch.Tensor.is_pinned: lambda tensor, device=None: carrier.is_pinned(tensor),
@@ -338,7 +332,7 @@ class Placement(TorchFunctionMode):
         if func in self._handlers:
             return self._handlers[func](*args, **kwargs)
         if _is_cuda(kwargs.get("device")):
-            return self._on_device(func(*args, **{**kwargs, "device": "cpu"}))
+            return func(*args, **{**kwargs, "device": "cpu"}).as_subclass(SimTensor)
         if kwargs.get("pin_memory"):
             return self.carrier.pin(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)
@@ -350,21 +344,14 @@ class Placement(TorchFunctionMode):
         elif args and isinstance(args[0], torch.dtype):
             args = (None, *args)
         given = dict(zip(names, args, strict=False)) | kwargs
-        device, dtype = given.pop("device", None), given.get("dtype")
-        moves = device is not None and _is_cuda(device) != self.carrier.on_device(tensor)
-        if not moves:
-            return tensor.type(dtype) if dtype not in (None, tensor.dtype) else self._same(tensor, given)
-        if dtype is not None and self.carrier.on_device(tensor):
-            return self._move(tensor.type(dtype), device, bool(given.get("non_blocking")))
-        moved = self._move(tensor, device, bool(given.get("non_blocking")))
-        return moved if dtype in (None, tensor.dtype) else moved.type(dtype)
-
-    @staticmethod
-    def _same(tensor: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-        return tensor.clone() if given.get("copy") else tensor
-
-    def _cuda(self, tensor: torch.Tensor, device: object = None, non_blocking: bool = False) -> torch.Tensor:
-        return self._move(tensor, "cuda", non_blocking)
+        device, dtype = given.get("device"), given.get("dtype") or tensor.dtype
+        is_here = device is None or _is_cuda(device) == self.carrier.on_device(tensor)
+        if is_here and dtype == tensor.dtype:
+            return tensor.clone() if given.get("copy") else tensor
+        if is_here or self.carrier.on_device(tensor):
+            tensor = tensor.type(dtype)
+        moved = tensor if is_here else self._move(tensor, device, bool(given.get("non_blocking")))
+        return moved.type(dtype)
 
     def _move(self, tensor: torch.Tensor, device: object, non_blocking: bool) -> torch.Tensor:
         if _is_cuda(device) == self.carrier.on_device(tensor):
@@ -381,9 +368,6 @@ class Placement(TorchFunctionMode):
     def _pin_memory(self, tensor: torch.Tensor, device: object = None) -> torch.Tensor:
         return tensor if self.carrier.is_pinned(tensor) else self.carrier.pin(tensor.clone())
 
-    def _on_device(self, made: torch.Tensor) -> torch.Tensor:
-        return made.as_subclass(SimTensor)
-
 
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, int) and not isinstance(device, bool):
@@ -393,6 +377,10 @@ def _is_cuda(device: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return tree_map_only(SimTensor, lambda tensor: tensor.as_subclass(torch.Tensor), value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _baked(value: Any) -> Any:

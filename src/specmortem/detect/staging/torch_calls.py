@@ -6,26 +6,25 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from specmortem.detect.hooks import Hook, hooked
 from specmortem.detect.staging.arrays import WatchedArray
 from specmortem.detect.staging.contents import Contents
 from specmortem.detect.staging.order import Access
 from specmortem.detect.staging.watch import StagingWatch
-from specmortem.device import Region
+from specmortem.device import Op, Region
 from specmortem.device.memory import tensor_region
 from specmortem.errors import BadInputError
 
 _NO_CONTENT = ("is_pinned", "set_", "record_stream", "resize_", "sym_size", "sym_stride", "sym_numel")
-_NUMPY, _TOLIST = torch.Tensor.numpy, torch.Tensor.tolist
 
 
 class TorchWatch(StagingWatch):
@@ -90,26 +89,22 @@ class Interceptor(TorchDispatchMode):
     @contextmanager
     def patched(self) -> Iterator[None]:
         """`Tensor.numpy` and `Tensor.tolist`, which are no operations, tell too."""
-
-        def numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
-            with self.aside():
-                array = _NUMPY(tensor, **kwargs)
-                if not self.watched_memory(tensor):
-                    return array
-            return WatchedArray.over(array, lambda region, write: self.touch(tensor, region, write))
-
-        def tolist(tensor: torch.Tensor) -> Any:
-            if not self.on_device(tensor):
-                self.touch(tensor, self.watch.region(tensor), write=False)
-            return _TOLIST(tensor)
-
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(torch.Tensor, "numpy", numpy))
-            stack.enter_context(mock.patch.object(torch.Tensor, "tolist", tolist))
+        with hooked(torch.Tensor, numpy=self._numpy, tolist=self._tolist):
             try:
                 yield
             finally:
                 self._over = True
+
+    def _numpy(self, numpy: Hook, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        with self.aside():
+            array = numpy(tensor, **kwargs)
+            if self.on_device(tensor) or not self.is_pinned(tensor):
+                return array
+        return WatchedArray.over(array, lambda region, write: self.touch(tensor, region, write))
+
+    def _tolist(self, tolist: Hook, tensor: torch.Tensor) -> Any:
+        self.touch_all([tensor], write=False)
+        return tolist(tensor)
 
     def touch(self, tensor: torch.Tensor, region: Region, write: bool) -> None:
         """The host is about to read or write bytes of a host tensor; arrays may outlive the block."""
@@ -132,36 +127,30 @@ class Interceptor(TorchDispatchMode):
         self, dst: torch.Tensor, src: torch.Tensor, non_blocking: bool, run: Callable[[], object]
     ) -> None:
         """A copy between host and device on the current stream."""
-        if self.on_device(dst):
-            self._transfer_down(dst, src, non_blocking, run)
-        else:
-            self._transfer_up(dst, src, non_blocking, run)
-
-    def _transfer_down(
-        self, dst: torch.Tensor, src: torch.Tensor, non_blocking: bool, run: Callable[[], object]
-    ) -> None:
         self.contents.check()
-        region, writes = self.watch.region(src), (self.watch.region(dst),)
+        down, read, written = self.on_device(dst), self.watch.region(src), self.watch.region(dst)
+        name = f"from {read.name}" if down else f"to {written.name}"
+        copy = Op("copy", name, run, (read,), (written,), (dst, src))
+        if down:
+            self._copy_down(copy, dst, src, non_blocking)
+            return
+        self.contents.forget(written)
+        self.enqueue(copy)
+        if not (non_blocking and self.is_pinned(dst) and dst.is_contiguous()):
+            self.join_stream()
+
+    def _copy_down(self, copy: Op, dst: torch.Tensor, src: torch.Tensor, non_blocking: bool) -> None:
+        [region] = copy.reads
         if non_blocking and not (self.is_pinned(src) and _read_in_place(dst, src)):
             self.touch(src, region, write=False)
-            self.enqueue(self.staged(run, dst, src), (), writes, (dst, src))
+            self.enqueue(replace(copy, run=self.staged(copy.run, dst, src), reads=()))
             return
         quiet = not self.order.pending_write(region)
-        access = self.enqueue(run, (region,), writes, (dst, src))
+        access = self.enqueue(copy)
         if not non_blocking:
             self.join_stream()
         elif access is not None and quiet:
             self.contents.keep(access, region, src)
-
-    def _transfer_up(
-        self, dst: torch.Tensor, src: torch.Tensor, non_blocking: bool, run: Callable[[], object]
-    ) -> None:
-        self.contents.check()
-        region = self.watch.region(dst)
-        self.contents.forget(region)
-        self.enqueue(run, (self.watch.region(src),), (region,), (dst, src))
-        if not (non_blocking and self.is_pinned(dst) and dst.is_contiguous()):
-            self.join_stream()
 
     # What a kind of device does
 
@@ -175,22 +164,12 @@ class Interceptor(TorchDispatchMode):
     @abstractmethod
     def is_pinned(self, tensor: torch.Tensor) -> bool: ...
 
-    def watched_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether numpy views of it should tell."""
-        return not self.on_device(tensor) and self.is_pinned(tensor)
-
     @abstractmethod
     def host(self, tensor: torch.Tensor, region: Region, write: bool) -> None: ...
 
     @abstractmethod
-    def enqueue(
-        self,
-        run: Callable[[], object],
-        reads: tuple[Region, ...],
-        writes: tuple[Region, ...],
-        alive: tuple[torch.Tensor, ...],
-    ) -> Access | None:
-        """Put a copy into the current stream; None when it will run by a graph's replay only."""
+    def enqueue(self, op: Op) -> Access | None:
+        """Put work into the current stream; None when it will run by a graph's replay only."""
 
     def staged(self, run: Callable[[], object], dst: torch.Tensor, src: torch.Tensor) -> Callable[[], object]:
         """The same copy, its source taken now."""
@@ -207,9 +186,8 @@ def touched(
     """The tensors whose content an operation reads, and those that it writes; a view touches none."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
-    if is_view(func) or _name(func) in _NO_CONTENT or _name(func).startswith("new_"):
-        return reads, writes
-    if _name(func).endswith("_like"):
+    name = name_of(func)
+    if is_view(func) or name in _NO_CONTENT or name.startswith("new_") or name.endswith("_like"):
         return reads, writes
     named = list(zip(func._schema.arguments, args, strict=False))
     named += [
@@ -233,7 +211,7 @@ def waits(func: Any, args: tuple[Any, ...]) -> bool:
 
     Indexing counts the elements of a mask, and needs nothing of integer indices.
     """
-    if _name(func) in ("index", "index_put", "index_put_"):
+    if name_of(func) in ("index", "index_put", "index_put_"):
         return any(mask.dtype in (torch.bool, torch.uint8) for mask in args[1] if mask is not None)
     tags = func.tags
     return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
@@ -244,7 +222,8 @@ def copy_ends(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tens
     return args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """An operation's name, without namespace and overload."""
     return str(func._schema.name).removeprefix("aten::")
 
 

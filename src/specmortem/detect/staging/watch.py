@@ -41,7 +41,7 @@ class StagingWatch(Observer):
     # What the device tells
 
     def enqueued(self, stream: Stream, op: Op, site: str) -> None:
-        self.order.enqueue(stream.name, op.what, op.name, op.reads, op.writes, op.tensors)
+        self.order.enqueue(stream.name, op)
         if op in self._last_ops:
             self._ends[self._last_ops[op]] = self.order.stream_end(stream.name)
 
@@ -52,7 +52,7 @@ class StagingWatch(Observer):
             self._last_ops[graph.ops[-1]] = graph
 
     def host_accessed(self, buffer: HostBuffer, region: Region, write: bool, site: str) -> None:
-        self.order.host(region, write, (buffer.backing,))
+        self.order.host(region, write, buffer.backing)
 
     def recorded(self, event: Event, stream: Stream, site: str) -> None:
         self.order.record(event, stream.name)
@@ -86,14 +86,15 @@ class StagingWatch(Observer):
 
     def _found(self, first: Access, second: Access, conflict: Conflict) -> None:
         touches = touch(first, conflict.first), touch(second, conflict.second)
-        base = _base(conflict.start, (*first.alive, *second.alive))
+        base = _base(conflict.start, (*first.op.tensors, *second.op.tensors))
         self.add(*touches, conflict, base, self.order.vain_wait(first))
 
 
 def touch(access: Access, action: str) -> Touch:
     """An access as one side of a race."""
     file, line, _ = access.stack[0]
-    return Touch(action, access.what, access.name, access.stream, f"{file}:{line}", lines(access.stack))
+    op, site = access.op, f"{file}:{line}"
+    return Touch(action, op.what, op.name, access.stream, site, lines(access.stack))
 
 
 def _base(address: int, tensors: tuple[torch.Tensor, ...]) -> int:

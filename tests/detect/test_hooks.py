@@ -1,6 +1,6 @@
 import pytest
 
-from specmortem.detect.interpreter import hooked
+from specmortem.detect.hooks import hooked
 
 
 class Counter:
