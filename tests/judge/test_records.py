@@ -38,9 +38,9 @@ def same_code(record, tree):
 
 def test_a_record_holds_files_presence_and_answers(judged):
     assert set(judged.files) == {PATH, "vllm/helper.py"}
-    assert judged.looked_for == {"vllm/old.py": False, PATH: True}
-    assert judged.whole == {}
-    assert {q.kind for q in judged.answers} == {"closure", "body"}
+    looked_for = {q.path: answer for q, answer in judged.answers.items() if q.kind == "has"}
+    assert looked_for == {"vllm/old.py": "False", PATH: "True"}
+    assert {q.kind for q in judged.answers} == {"has", "closure", "body"}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_is_provided_belongs_to_the_question(make_tree):
 def test_a_tree_is_asked_until_it_answers_otherwise(judged, make_tree):
     other = Recorded(tree_of(make_tree, "other", main=MAIN.replace("+ LIMIT", "- LIMIT")))
     other.ask(judged)
-    assert [q.kind for q in other.record.answers] == ["body"]
+    assert [q.kind for q in other.record.answers if q.is_look_up] == ["body"]
     assert set(other.record.files) == {PATH}
     assert judged.same_code(other.record) is False
     assert judged.same_code(Record()) is None
@@ -99,7 +99,7 @@ def test_stand_ins_are_asked_by_their_rule_and_read_no_other_file(judged, make_t
     given = upstream.StandIns()
     lifted = upstream.lift(tree, PATH, "target", provide=given)
     assert lifted.namespace["help"] is given["help"] and "help" not in given
-    assert set(tree.record.files) == {PATH} and tree.record.whole == {}
+    assert set(tree.record.files) == {PATH} and all(q.is_look_up for q in tree.record.answers)
     changed = tree_of(make_tree, "other", helper=HELPER.replace("a + 1", "a + 2"))
     assert same_code(tree.record, changed)
     assert not same_code(

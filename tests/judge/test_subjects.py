@@ -12,8 +12,9 @@ import pytest
 
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.judge import subjects
-from specmortem.judge.subjects import NotStoredError, Place, StoredTree, open_subject
-from specmortem.upstream import MissingFileError
+from specmortem.judge.subjects import Place, open_subject
+from specmortem.upstream.errors import MissingFileError, NotStoredError
+from specmortem.upstream.tree import StoredTree
 
 FILES = {"vllm/a.py": "x = 1\n", "vllm/b/c.py": "y = 2\n", "README.md": "no"}
 

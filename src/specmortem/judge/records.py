@@ -22,9 +22,8 @@ from typing import Any
 import specmortem
 from specmortem.errors import SpecmortemError
 from specmortem.incident import Incident
-from specmortem.judge.subjects import NotStoredError
 from specmortem.upstream import bodies, closure
-from specmortem.upstream.errors import LiftError, NotPresentError
+from specmortem.upstream.errors import LiftError, NotPresentError, NotStoredError
 from specmortem.upstream.tree import Tree
 from specmortem.verdict import Verdict, versions
 
@@ -36,25 +35,31 @@ IMPORTS = re.compile(
 
 @dataclass(frozen=True)
 class Question:
-    """A look-up of a definition: `closure` or `body`, with the names that the caller provided."""
+    """What a probe asks for: whether a tree `has` a file, all of a `file`, or a look-up of a definition.
+
+    A look-up is a `closure` or a `body`, with the names that the caller provided.
+    """
 
     kind: str
     path: str
-    name: str
+    name: str = ""
     provided: tuple[str, ...] = ()
+
+    @property
+    def is_look_up(self) -> bool:
+        """Whether it is about a definition."""
+        return self.kind in ("closure", "body")
 
 
 @dataclass
 class Record:
     """What was asked, and the answers: digests of files and definitions, presence of files.
 
-    `whole` and `looked_for` are those that a probe asked for itself, not in the course of a look-up.
+    `answers` are to what a probe asked for itself; `files` and `present` are all that they rest on.
     """
 
     files: dict[str, str] = field(default_factory=dict)
     present: dict[str, bool] = field(default_factory=dict)
-    whole: dict[str, str] = field(default_factory=dict)
-    looked_for: dict[str, bool] = field(default_factory=dict)
     answers: dict[Question, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -68,11 +73,6 @@ class Record:
         answers = {Question(k, p, n, tuple(given)): a for k, p, n, given, a in data["answers"]}
         return cls(**{**data, "answers": answers})
 
-    @property
-    def asks(self) -> frozenset[Any]:
-        """The questions alone."""
-        return frozenset([*self.answers, *self.whole, *self.looked_for])
-
     def same_files(self, digests: Digests) -> bool:
         """Whether a tree has and lacks the same files, with the same bytes; a file that is not here differs."""
         if any(digests.has(path) is not there for path, there in self.present.items()):
@@ -81,33 +81,18 @@ class Record:
 
     def same_code(self, other: Record) -> bool | None:
         """Whether the other answered all questions of this one in the same way; None where some were not asked."""
-        pairs: tuple[tuple[Mapping[Any, Any], Mapping[Any, Any]], ...] = (
-            (self.looked_for, other.looked_for),
-            (self.whole, other.whole),
-            (self.answers, other.answers),
-        )
-        if any(theirs.get(key, answer) != answer for mine, theirs in pairs for key, answer in mine.items()):
+        if any(other.answers.get(question, answer) != answer for question, answer in self.answers.items()):
             return False
-        return True if all(mine.keys() <= theirs.keys() for mine, theirs in pairs) else None
+        return True if self.answers.keys() <= other.answers.keys() else None
 
     def add(self, other: Record) -> None:
         """Take in all that the other holds."""
         for name, part in vars(self).items():
             part |= getattr(other, name)
 
-    @property
-    def questions(self) -> Record:
-        """What a judgement asked, and the answers, without the files that these rest on."""
-        return Record(looked_for=self.looked_for, whole=self.whole, answers=self.answers)
-
     def key(self) -> str:
         """One digest of all questions and answers."""
-        told = [
-            f"{key} {value}"
-            for part in (self.looked_for, self.whole, self.answers)
-            for key, value in part.items()
-        ]
-        return _text_digest(sorted(told))
+        return _text_digest(sorted(f"{question} {answer}" for question, answer in self.answers.items()))
 
 
 class Digests:
@@ -152,8 +137,7 @@ class Recorded(Tree):
         """Passed on, and noted."""
         there = self.tree.has(path)
         self.record.present[path] = there
-        if not self._depth:
-            self.record.looked_for[path] = there
+        self._note(Question("has", path), str(there))
         return there
 
     def fetch(self, paths: Iterable[str]) -> dict[str, Path]:
@@ -168,9 +152,13 @@ class Recorded(Tree):
             digest = _digest(place)
             self.record.files[path] = digest
             self.record.present[path] = True
-            if not self._depth:
-                self.record.whole[path] = digest
+            self._note(Question("file", path), digest)
         return found
+
+    def _note(self, question: Question, answer: str) -> None:
+        """An answer to the probe itself; one in the course of a look-up belongs to that."""
+        if not self._depth:
+            self.record.answers[question] = answer
 
     @contextmanager
     def asked(
@@ -202,18 +190,16 @@ class Recorded(Tree):
 
         Raises UnavailableError when a file cannot be had.
         """
-        for path, there in record.looked_for.items():
-            if self.has(path) is not there:
-                return
-        for path, digest in record.whole.items():
-            self.record.whole[path] = digest_of(self, path) if self.has(path) else ""
-            if self.record.whole[path] != digest:
-                return
-        for question, answer in record.answers.items():
-            if question not in self.memo:
-                self.memo[question] = look_up(self.tree, question)
-            self.record.add(self.memo[question])
-            if self.record.answers[question] != answer:
+        for question in sorted(
+            record.answers, key=lambda question: question.is_look_up
+        ):  # what is cheap first
+            if question.is_look_up:
+                if question not in self.memo:
+                    self.memo[question] = look_up(self.tree, question)
+                self.record.add(self.memo[question])
+            elif self.has(question.path) and question.kind == "file":
+                self.fetch([question.path])
+            if self.record.answers.setdefault(question, "") != record.answers[question]:
                 return
 
 

@@ -125,8 +125,7 @@ class Rounds:
         """Ask every subject what is known to matter, until nothing is left that was not asked of it yet."""
         while asked := self._unasked():
             jobs = [
-                Survey(subject, questions, self.python, str(self.cache or ""))
-                for subject, questions in asked.items()
+                Survey(subject, questions, self.python, self.cache) for subject, questions in asked.items()
             ]
             on_end = counter(self.tick, "subjects read", len(jobs))
             for job, found in zip(jobs, self.workers.surveys(jobs, on_end), strict=True):
@@ -140,14 +139,15 @@ class Rounds:
             records = [known.record for known in self._candidates(cause, subject)]
             unsure = [record for record in records if record.same_code(answers or Record()) is None]
             if answers is None or unsure:
-                asked.setdefault(subject, {})[cause] = list({r.key(): r.questions for r in unsure}.values())
+                alone = {r.key(): Record(answers=r.answers) for r in unsure}  # without the files they rest on
+                asked.setdefault(subject, {})[cause] = list(alone.values())
         return asked
 
     def _candidates(self, cause: str, subject: str) -> list[Known]:
         """Verdicts that may hold for a subject; for one that was not opened yet, those on releases."""
         place = self.places.get(subject, Place(f"vllm=={RELEASES}", "", "", "stored"))
         known = self.verdicts.of(cause, place) if place.kind != "own" else []
-        return [one for one in known if one.record.asks]
+        return [one for one in known if one.record.answers]
 
     def _learn(self, subject: str, found: Surveyed) -> None:
         """Take in what a survey found."""
@@ -177,7 +177,7 @@ class Rounds:
             alike = subject if cause in self._apart else self._answers[cause, subject].key()
             groups.setdefault((cause, scope_of(self.places[subject]), alike), (cause, subject))
         tasks = [
-            Task(cause, self.places[subject], self.device, self.timeout_s, self.python, str(self.cache or ""))
+            Task(cause, self.places[subject], self.device, self.timeout_s, self.python, self.cache)
             for cause, subject in groups.values()
         ]
         self._trees = {
@@ -197,7 +197,7 @@ class Rounds:
         record = end.record or Record()
         known = Known(task.cause, task.place.subject, end.verdict, record)
         unavailable = end.verdict.evidence.detail.get("unavailable")
-        if record.asks and not unavailable and self._is_true(record, known.subject):
+        if record.answers and not unavailable and self._is_true(record, known.subject):
             self.verdicts.add(known, task.place)
         elif task.place.kind != "own":
             self._apart.add(task.cause)

@@ -10,17 +10,16 @@ import subprocess
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from specmortem import upstream
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.upstream.archive import MAX_MEMBER_BYTES, MAX_RATIO, is_plain
-from specmortem.upstream.cache import Store, default_cache
-from specmortem.upstream.tree import FolderTree, ReleaseTree, Tree
+from specmortem.upstream.cache import default_cache
+from specmortem.upstream.tree import FolderTree, ReleaseTree, StoredTree, Tree
 
 MAX_MEMBERS = 200_000
 MAX_TOTAL_BYTES = 512 << 20
@@ -47,50 +46,8 @@ class Place:
 
     def open(self) -> Tree:
         """The tree, which reads this machine's disk and nothing else."""
-        if self.kind == "folder":
-            return FolderTree(self.subject, self.version, Path(self.root))
-        return StoredTree(self.subject, self.version, Path(self.root))
-
-
-class NotStoredError(UnavailableError):
-    """A file that the subject has and that has not been brought here yet; `path` names it."""
-
-    def __init__(self, subject: str, path: str) -> None:
-        """Only what is missing."""
-        super().__init__(f"{subject}: {path} is not in the cache; run the audit again")
-        self.path = path
-
-
-class StoredTree(Tree):
-    """Files of a release or an archive that lie in the cache, with the list of all that it has."""
-
-    def __init__(self, subject: str, version: str, root: Path) -> None:
-        """Read the manifest in `root`."""
-        super().__init__(subject, version, root)
-        self._store = Store(root)
-
-    @cached_property
-    def _members(self) -> frozenset[str]:
-        return frozenset(self._store.manifest["members"])
-
-    def has(self, path: str) -> bool:
-        """Whether the subject has the file, brought here or not."""
-        return path in self._members
-
-    def fetch(self, paths: Iterable[str]) -> dict[str, Path]:
-        """Where the files are.
-
-        Raises MissingFileError for a file that the subject lacks, NotStoredError for one that is not here.
-        """
-        return {path: self._stored(path) for path in paths}
-
-    def _stored(self, path: str) -> Path:
-        if not self.has(path):
-            raise self.missing(path)
-        place = self._store.intact(path)
-        if place is None:
-            raise NotStoredError(self.subject, path)
-        return place
+        kind = FolderTree if self.kind == "folder" else StoredTree
+        return kind(self.subject, self.version, Path(self.root))
 
 
 class ArchiveTree(StoredTree):
@@ -111,16 +68,8 @@ class ArchiveTree(StoredTree):
         if not self._store.manifest["members"]:
             self._list(digest)
 
-    def fetch(self, paths: Iterable[str]) -> dict[str, Path]:
-        """Where the files are; those of a zip archive are copied when they are first asked for."""
-        wanted = list(paths)
-        absent = [path for path in wanted if not self.has(path)]
-        if absent:
-            raise self.missing(absent[0])
-        fresh = [path for path in wanted if self._store.intact(path) is None]
-        if fresh:
-            self._store.add(self._read(fresh))
-        return super().fetch(wanted)
+    def _bring(self, paths: list[str]) -> None:
+        self._store.add(self._read(paths))
 
     def _list(self, digest: str) -> None:
         try:
@@ -130,8 +79,7 @@ class ArchiveTree(StoredTree):
         if not names:
             raise UnavailableError(f"{self.subject}: {self.file.name} holds no Python file of vllm/")
         wheel = {"filename": self.file.name, "url": "", "sha256": digest, "index": ""}
-        self._store.describe(wheel, tuple(names))
-        self.__dict__.pop("_members", None)
+        self._describe(wheel, tuple(names))
 
     def _zip_members(self) -> dict[str, str]:
         """Path below the root, and the member's own name."""

@@ -40,7 +40,7 @@ class Survey:
     subject: str
     questions: Mapping[str, Sequence[Record]]
     python: str = ""
-    cache: str = ""
+    cache: Path | None = None
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Task:
     device: DeviceKind
     timeout_s: float = 120.0
     python: str = ""
-    cache: str = ""
+    cache: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def survey(job: Survey) -> Surveyed:
     """Find the files of a subject and answer the questions; a subject that cannot be had settles all its causes."""
     found = Surveyed()
     try:
-        tree, found.place = open_subject(job.subject, python=job.python, cache=path_of(job.cache))
+        tree, found.place = open_subject(job.subject, python=job.python, cache=job.cache)
     except BadInputError:
         raise
     except SpecmortemError as error:
@@ -88,14 +88,13 @@ def survey(job: Survey) -> Surveyed:
     memo: dict[Question, Record] = {}
     for cause, questions in job.questions.items():
         try:
-            settled = _absent(tree, probe_of(cause), job.subject)
-            if settled is None:
-                recorded = Recorded(tree, memo)
-                for record in questions:
-                    recorded.ask(record)
-                found.answers[cause] = recorded.record
-            else:
+            if (settled := _absent(tree, probe_of(cause), job.subject)) is not None:
                 found.settled[cause] = settled
+                continue
+            recorded = Recorded(tree, memo)
+            for record in questions:
+                recorded.ask(record)
+            found.answers[cause] = recorded.record
         except SpecmortemError as error:
             gone = isinstance(error, UnavailableError)
             found.settled[cause] = Verdict.not_judged(str(error), unavailable=gone)
@@ -239,11 +238,6 @@ def _plain(value: Any) -> Any:
     return [_plain(part) for part in value] if isinstance(value, list) else value
 
 
-def path_of(text: str) -> Path | None:
-    """The path that a text names; None for an empty one."""
-    return Path(text) if text else None
-
-
 class Workers(Protocol):
     """Does surveys and judgements in parallel; both come back in the order that they were given."""
 
@@ -270,7 +264,7 @@ class Local:
 
         joblib keeps its processes, with the environment they began in: the cache is told to each.
         """
-        jobs = [replace(job, cache=job.cache or str(default_cache())) for job in jobs]
+        jobs = [replace(job, cache=job.cache or default_cache()) for job in jobs]
         count = min(len(jobs), self.processes)
         if count < 2:
             return list(_ticking(map(survey, jobs), on_end))

@@ -19,7 +19,7 @@ from specmortem.errors import BadInputError, UnavailableError
 from specmortem.upstream import index
 from specmortem.upstream.archive import MAX_MEMBER_BYTES, Archive, is_plain
 from specmortem.upstream.cache import Store, default_cache
-from specmortem.upstream.errors import MissingFileError
+from specmortem.upstream.errors import MissingFileError, NotStoredError
 
 
 class Tree(ABC):
@@ -89,7 +89,44 @@ class FolderTree(Tree):
         return self.root / path
 
 
-class ReleaseTree(Tree):
+class StoredTree(Tree):
+    """Files in the cache, checked at each use, and the list of all that the subject has."""
+
+    def __init__(self, subject: str, version: str, root: Path) -> None:
+        """Read the manifest in `root`."""
+        super().__init__(subject, version, root)
+        self._store = Store(root)
+
+    @cached_property
+    def _members(self) -> frozenset[str]:
+        return frozenset(self._store.manifest["members"])
+
+    def _describe(self, wheel: dict[str, str], members: tuple[str, ...]) -> None:
+        """Remember the wheel and its members."""
+        self._store.describe(wheel, members)
+        self.__dict__.pop("_members", None)
+
+    def has(self, path: str) -> bool:
+        """Whether the subject has this file, brought here or not; answered from the list."""
+        return path in self._members
+
+    def fetch(self, paths: Iterable[str]) -> dict[str, Path]:
+        """Make files local; those that are cached and intact are not read again."""
+        wanted = [_plain(path) for path in dict.fromkeys(paths)]
+        absent = [path for path in wanted if not self.has(path)]
+        if absent:
+            raise self.missing(absent[0])
+        stale = [path for path in wanted if self._store.intact(path) is None]
+        if stale:
+            self._bring(stale)
+        return {path: self.root / path for path in wanted}
+
+    def _bring(self, paths: list[str]) -> None:
+        """Store members that are not there, or not intact; this tree reads its disk alone."""
+        raise NotStoredError(self.subject, paths[0])
+
+
+class ReleaseTree(StoredTree):
     """A published wheel, of which only the directory and the wanted files are read; kept in the cache."""
 
     def __init__(self, version: Version, cache: Path) -> None:
@@ -97,9 +134,8 @@ class ReleaseTree(Tree):
 
         Raises UnavailableError when it is not cached and cannot be had.
         """
-        root = _stored(version, cache)
-        super().__init__(f"vllm=={version}", str(version), root)
-        self._release, self._store = version, Store(root)
+        super().__init__(f"vllm=={version}", str(version), _stored(version, cache))
+        self._release = version
         if not self._store.manifest["members"]:
             _ = self._archive
 
@@ -108,32 +144,13 @@ class ReleaseTree(Tree):
         """Bytes read from the wheel: its directory and the members fetched; 0 when all was cached."""
         return self._archive.bytes_moved if "_archive" in self.__dict__ else 0
 
-    def has(self, path: str) -> bool:
-        """Whether the wheel has this file; answered from its cached directory."""
-        return path in self._members
-
-    def fetch(self, paths: Iterable[str]) -> dict[str, Path]:
-        """Make files local; those that are cached and intact are not read again."""
-        wanted = [_plain(path) for path in paths]
-        absent = [path for path in wanted if not self.has(path)]
-        if absent:
-            raise self.missing(absent[0])
-        stale = [path for path in dict.fromkeys(wanted) if self._store.intact(path) is None]
-        if stale:
-            self._download(stale)
-        return {path: self.root / path for path in wanted}
-
-    def _download(self, paths: list[str]) -> None:
+    def _bring(self, paths: list[str]) -> None:
         try:
             self._store.add({path: self._archive.read(path) for path in paths})
         except UnavailableError as error:
             changed = [path for path in paths if path in self._store.manifest["files"]]
             reason = f"the cached {changed[0]} was changed" if changed else f"{paths[0]} is not cached"
             raise UnavailableError(f"{self.subject}: {reason} and cannot be fetched: {error}") from error
-
-    @cached_property
-    def _members(self) -> frozenset[str]:
-        return frozenset(self._store.manifest["members"])
 
     @cached_property
     def _archive(self) -> Archive:
@@ -145,8 +162,7 @@ class ReleaseTree(Tree):
         else:
             wheel = index.find_wheel(source, self._release)
         opened = Archive(wheel, index.with_credentials(wheel.url, source))
-        self._store.describe(asdict(wheel) | {"index": index.bare(source)}, opened.names)
-        self.__dict__.pop("_members", None)
+        self._describe(asdict(wheel) | {"index": index.bare(source)}, opened.names)
         return opened
 
 

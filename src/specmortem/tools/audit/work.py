@@ -10,18 +10,7 @@ from typing import Any
 
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
 from specmortem.judge.subjects import open_subject
-from specmortem.judge.work import (
-    Judged,
-    Local,
-    OnEnd,
-    Survey,
-    Surveyed,
-    Task,
-    Workers,
-    judge_all,
-    path_of,
-    survey,
-)
+from specmortem.judge.work import Judged, Local, OnEnd, Survey, Surveyed, Task, Workers, judge_all, survey
 from specmortem.upstream.tree import Tree
 from specmortem.verdict import Verdict
 
@@ -29,7 +18,7 @@ from specmortem.verdict import Verdict
 def judge_elsewhere(task: Task) -> Judged:
     """One judgement on the machine of a cluster: the subject is found anew there."""
     try:
-        tree, place = open_subject(task.place.subject, python=task.python, cache=path_of(task.cache))
+        tree, place = open_subject(task.place.subject, python=task.python, cache=task.cache)
     except SpecmortemError as error:
         return Judged(Verdict.not_judged(str(error), unavailable=True))
     done = judge_all([replace(task, place=place)], {place.subject: tree})[0]
