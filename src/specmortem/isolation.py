@@ -186,7 +186,7 @@ def _outcomes(
     for device, limit in limits.items():
         indices = [index for index, arm in enumerate(arms) if arm.device == device]
         if indices:
-            with _supervisor(device) as supervisor:
+            with _idle.lent(device) as supervisor:
                 yield from _supervised(supervisor, arms, requests, indices, limit)
 
 
@@ -246,6 +246,11 @@ class SupervisorHandle:
             raise UnavailableError(f"cannot start a process for experiments: {error}") from error
         finally:
             os.close(write)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process still runs."""
+        return self.process.poll() is None
 
     def _launch(self, reports: int) -> subprocess.Popen[bytes]:
         """In a session of its own, so that Ctrl-C reaches only the caller."""
@@ -351,28 +356,27 @@ class _Idle:
 
     def __init__(self) -> None:
         self.wanted = False
-        self._kept: dict[Device, tuple[object, ExitStack, SupervisorHandle]] = {}
+        self._kept: dict[Device, tuple[object, SupervisorHandle, ExitStack]] = {}
 
-    def take(self, device: Device) -> tuple[ExitStack, SupervisorHandle]:
-        """The one kept for this device where it still fits, else a new one."""
-        surroundings, stack, kept = self._kept.pop(device, (None, ExitStack(), None))
-        if kept is not None and surroundings == self._surroundings() and kept.process.poll() is None:
-            return stack, kept
-        stack.close()
-        stack = ExitStack()
-        return stack, stack.enter_context(open_supervisor(device))
+    @contextmanager
+    def lent(self, device: Device) -> Iterator[SupervisorHandle]:
+        """A supervisor with nothing running: the one kept for this device where it still fits, else a new one.
 
-    def put(self, device: Device, stack: ExitStack, supervisor: SupervisorHandle) -> None:
-        """Keep it where that is wanted and possible, else end it."""
-        if self.wanted and device not in self._kept and supervisor.process.poll() is None:
-            self._kept[device] = self._surroundings(), stack, supervisor
-        else:
-            stack.close()
+        It is kept afterwards where that is wanted and possible; one left in the middle of something is ended.
+        """
+        surroundings, supervisor, stack = self._kept.pop(device, (None, None, ExitStack()))
+        with stack:
+            if supervisor is None or surroundings != self._surroundings() or not supervisor.is_alive:
+                stack.close()
+                supervisor = stack.enter_context(open_supervisor(device))
+            yield supervisor
+            if self.wanted and device not in self._kept and supervisor.is_alive:
+                self._kept[device] = self._surroundings(), supervisor, stack.pop_all()
 
     def close(self) -> None:
         """End what is kept."""
         while self._kept:
-            self._kept.popitem()[1][1].close()
+            self._kept.popitem()[1][2].close()
 
     @staticmethod
     def _surroundings() -> object:
@@ -391,18 +395,6 @@ def keep_supervisors(*, wanted: bool = True) -> None:
     _idle.wanted = wanted
     if not wanted:
         _idle.close()
-
-
-@contextmanager
-def _supervisor(device: Device) -> Iterator[SupervisorHandle]:
-    """A supervisor with nothing running; one that was left in the middle of something is not used again."""
-    stack, supervisor = _idle.take(device)
-    try:
-        yield supervisor
-    except BaseException:
-        stack.close()
-        raise
-    _idle.put(device, stack, supervisor)
 
 
 @contextmanager
