@@ -165,18 +165,20 @@ class Interleavings(Iterator[Interleaving[T]]):
                 f"more than {self._limit} interleavings: raise limit=, or order more with synchronizes"
             )
         schedule, self._next = self._next, None
-        outcome = self._outcome(SimDevice(schedule))
+        outcome = outcome_of(self._program, SimDevice(schedule))
         schedule.check_repeated()
         self.explored, self._next = self.explored + 1, schedule.successor()
         return Interleaving(tuple(schedule.choices), outcome)
 
-    def _outcome(self, device: Device) -> T | Exception:
-        try:
-            return self._program(device)
-        except ScheduleError:
-            raise
-        except Exception as error:
-            return error
+
+def outcome_of(program: Callable[[Device], T], device: Device) -> T | Exception:
+    """What a program returns, or raises; a schedule that gives up on it is no outcome."""
+    try:
+        return program(device)
+    except ScheduleError:
+        raise
+    except Exception as error:
+        return error
 
 
 def enumerate_schedules(

@@ -43,17 +43,13 @@ def _canonical(value: object) -> object:
 class _Bare(ast.NodeTransformer):
     """Drops docstrings, and annotations of variables inside functions; fields of a class keep their names."""
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
         self._drop_docstring(node)
         self.generic_visit(node)
         node.body = node.body or [ast.Pass()]
         return node
 
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AsyncFunctionDef:
-        self._drop_docstring(node)
-        self.generic_visit(node)
-        node.body = node.body or [ast.Pass()]
-        return node
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         self._drop_docstring(node)

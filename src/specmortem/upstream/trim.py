@@ -109,13 +109,15 @@ class _Trimmer(ast.NodeTransformer):
         self.imports: dict[str, Import] = {}
         self._depth = 0
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        self._function(node)
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        self._annotations(node, keep=is_kernel(node))
+        self._undecorate(node)
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
         return node
 
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AsyncFunctionDef:
-        self._function(node)
-        return node
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         self._undecorate(node)
@@ -129,29 +131,20 @@ class _Trimmer(ast.NodeTransformer):
             node.annotation = self._field_type(node.annotation)
         return node
 
-    def visit_Import(self, node: ast.Import) -> ast.stmt | list[ast.stmt]:
-        return self._imports(node)
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> ast.stmt | list[ast.Assign]:
+        """`name = hidden global` for each name that a function would import from vLLM."""
+        relative = isinstance(node, ast.ImportFrom) and node.level > 0
+        roots = {value.module.partition(".")[0] for _, value in imports(node)}
+        if not relative and "vllm" not in roots:
+            return node
+        return [_at(node, self._assignment(name, value)) for name, value in imports(node)]
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt | list[ast.stmt]:
-        return self._imports(node)
-
-    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self._annotations(node, keep=is_kernel(node))
-        self._undecorate(node)
-        self._depth += 1
-        self.generic_visit(node)
-        self._depth -= 1
+    visit_ImportFrom = visit_Import  # noqa: N815
 
     def _annotations(self, node: ast.FunctionDef | ast.AsyncFunctionDef, keep: bool) -> None:
         node.returns = None
-        extra = (node.args.vararg, node.args.kwarg)
-        for argument in (
-            *node.args.posonlyargs,
-            *node.args.args,
-            *node.args.kwonlyargs,
-            *filter(None, extra),
-        ):
-            if argument.annotation is not None:
+        for argument in ast.walk(node.args):
+            if isinstance(argument, ast.arg) and argument.annotation is not None:
                 argument.annotation = self._postponed(argument.annotation) if keep else None
 
     def _field_type(self, annotation: ast.expr) -> ast.expr:
@@ -181,14 +174,6 @@ class _Trimmer(ast.NodeTransformer):
             return False
         reads = _loads(compile(ast.Expression(decorator), "<decorator>", "eval"))
         return not all(self.is_known(name) for name, at_once in reads if at_once)
-
-    def _imports(self, node: ast.Import | ast.ImportFrom) -> ast.stmt | list[ast.stmt]:
-        """`name = hidden global` for each name that a function would import from vLLM."""
-        relative = isinstance(node, ast.ImportFrom) and node.level > 0
-        roots = {value.module.partition(".")[0] for _, value in imports(node)}
-        if not relative and "vllm" not in roots:
-            return node
-        return [_at(node, self._assignment(name, value)) for name, value in imports(node)]
 
     def _assignment(self, name: str, value: Import) -> ast.Assign:
         hidden = f"_import{value.level}_{value.module}_{value.attribute}".replace(".", "_")

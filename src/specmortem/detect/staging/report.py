@@ -21,11 +21,6 @@ _HIDDEN = (
 )
 _DEPTH = 8
 
-SOURCE_OVERWRITTEN = "source-overwritten"
-DESTINATION_READ = "destination-read"
-DESTINATION_OVERWRITTEN = "destination-overwritten"
-BETWEEN_STREAMS = "between-streams"
-
 
 def user_stack() -> tuple[Frame, ...]:
     """File, line and function of the callers, innermost first, from the first that is the program's own."""
@@ -103,10 +98,10 @@ class Race:
 def kind_of(first: Touch, second: Touch) -> str:
     """The kind of a race whose first touch is queued work."""
     if second.what != "host":
-        return BETWEEN_STREAMS
+        return "between-streams"
     if first.action == "read":
-        return SOURCE_OVERWRITTEN
-    return DESTINATION_READ if second.action == "read" else DESTINATION_OVERWRITTEN
+        return "source-overwritten"
+    return "destination-read" if second.action == "read" else "destination-overwritten"
 
 
 def missing_edge(first: Touch, second: Touch, vain: str = "") -> str:

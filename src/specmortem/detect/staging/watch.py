@@ -13,6 +13,7 @@ from specmortem import device as devices
 from specmortem.detect.staging.order import Access, Clock, Conflict, Order
 from specmortem.detect.staging.report import Race, Touch, kind_of, lines, missing_edge
 from specmortem.device import Device, Event, Graph, HostBuffer, Interleaving, Observer, Op, Region, Stream
+from specmortem.device.explore import outcome_of
 from specmortem.errors import BadInputError
 
 T = TypeVar("T")
@@ -157,18 +158,11 @@ def confirm(program: Callable[[Device], T], limit: int = 100_000) -> Confirmatio
     """
     dev = devices.open("sim", schedule="immediate")
     with watch(dev) as watched:
-        expected = _outcome(program, dev)
+        expected = outcome_of(program, dev)
     explored = devices.enumerate_schedules(program, limit)
     different = [found for found in explored if not _same(found.outcome, expected)]
     witness = different[0] if different else None
     return Confirmation(tuple(watched.races), explored.explored, len(different), expected, witness)
-
-
-def _outcome(program: Callable[[Device], T], dev: Device) -> T | Exception:
-    try:
-        return program(dev)
-    except Exception as error:
-        return error
 
 
 def _same(one: Any, other: Any) -> bool:
