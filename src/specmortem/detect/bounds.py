@@ -519,11 +519,6 @@ def unsupported() -> str:
     return ""
 
 
-def active() -> Watch | None:
-    """The watch that is open now."""
-    return _active
-
-
 @contextmanager
 def watch(
     *, fill: int = 0, limit: int = 1000, perform_mapped: bool = False, stop: bool = False

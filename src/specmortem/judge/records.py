@@ -14,7 +14,7 @@ import platform
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -315,10 +315,6 @@ class Known:
         """Inverse of `as_dict`."""
         found = {"verdict": Verdict.from_dict(data["verdict"]), "record": Record.from_dict(data["record"])}
         return cls(**{**data, **found})
-
-    def stands_for(self, record: Record) -> Known:
-        """The same verdict, for a tree that gave the same answers from other files."""
-        return replace(self, record=record)
 
     def verdict_on(self, subject: str) -> Verdict:
         """The verdict, with the name of `subject` where it names the one that was judged as the reason."""

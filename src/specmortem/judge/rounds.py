@@ -7,6 +7,7 @@ group of pairs that are still open and answer alike. A round can teach new quest
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from specmortem import upstream
@@ -166,7 +167,7 @@ class Rounds:
             same = (known for known in self._candidates(cause, subject) if known.record.same_code(answers))
             if (known := next(same, None)) is not None:
                 self.cached += 1
-                shared = known.stands_for(answers)
+                shared = replace(known, record=answers)  # the same answers, from other files
                 self.verdicts.add(shared, self.places[subject])
                 self._settle((cause, subject), shared)
 

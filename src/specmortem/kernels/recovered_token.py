@@ -11,15 +11,12 @@ differently, so this kernel is judged on a GPU only.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 
 from specmortem.errors import BadInputError
-
-Arm = Literal["before", "after"]
+from specmortem.kernels import Arm
 
 
 def reference(scores: torch.Tensor) -> torch.Tensor:
