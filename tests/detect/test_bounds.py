@@ -63,19 +63,35 @@ def arange(*shape):
     return torch.arange(int(np.prod(shape)), dtype=torch.int32).reshape(shape)
 
 
+def copied(source, shift, target=None, declare=None, **options):
+    """The watch of a kernel that copies 8 elements from `shift` on."""
+    target = torch.zeros(8, dtype=torch.int32) if target is None else target
+    with bounds.watch(**options) as watch:
+        if declare is not None:
+            declare(watch)
+        copy_shifted[(1,)](source, target, shift, 8, BLOCK=8)
+    return watch
+
+
+def copied_rows(columns, table=None, **rows):
+    """Reports of a kernel whose program r copies that many columns of row r, with `rows` declared."""
+    table = arange(3, 4) if table is None else table
+    with bounds.watch() as watch:
+        if rows:
+            watch.rows(table, name="block_table", **rows)
+        copy_row[(3,)](table, torch.zeros(3, 8, dtype=torch.int32), table.stride(0), columns, BLOCK=8)
+    return watch.reports
+
+
 def test_access_inside_is_silent_and_performed():
     source, target = arange(8), torch.zeros(8, dtype=torch.int32)
-    with bounds.watch() as watch:
-        copy_shifted[(1,)](source, target, 0, 8, BLOCK=8)
+    watch = copied(source, 0, target)
     assert watch.faults == 0 and watch.launches == 1
     assert target.tolist() == source.tolist()
 
 
 def test_load_past_the_end_names_tensor_index_lane_and_line():
-    source, target = arange(8), torch.zeros(8, dtype=torch.int32)
-    with bounds.watch() as watch:
-        copy_shifted[(1,)](source, target, 3, 8, BLOCK=8)
-    (report,) = watch.reports
+    (report,) = copied(arange(8), 3).reports
     assert (report.kernel, report.op, report.tensor) == ("copy_shifted", "load", "source")
     assert (report.index, report.lane, report.lanes, report.program) == (8, 5, 3, (0, 0, 0))
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
@@ -83,114 +99,79 @@ def test_load_past_the_end_names_tensor_index_lane_and_line():
 
 
 def test_faulting_lanes_are_not_performed_and_the_others_are():
-    source, target = arange(8), torch.zeros(8, dtype=torch.int32)
-    with bounds.watch():
-        copy_shifted[(1,)](source, target, 3, 8, BLOCK=8)
+    target = torch.zeros(8, dtype=torch.int32)
+    copied(arange(8), 3, target)
     assert target.tolist() == [3, 4, 5, 6, 7, -5, -5, -5]
 
 
 def test_store_past_the_end_leaves_memory_alone():
     backing = torch.full((16,), 9, dtype=torch.int32)
-    with bounds.watch() as watch:
-        copy_shifted[(1,)](arange(16), backing[:4], 0, 8, BLOCK=8)
-    assert [r.op for r in watch.reports] == ["store"]
+    assert [r.op for r in copied(arange(16), 0, backing[:4]).reports] == ["store"]
     assert backing.tolist() == [0, 1, 2, 3] + [9] * 12
 
 
 def test_view_of_a_larger_storage_is_the_extent_not_the_storage():
-    backing, target = arange(16), torch.zeros(8, dtype=torch.int32)
-    with bounds.watch() as watch:
-        copy_shifted[(1,)](backing[4:12], target, 1, 8, BLOCK=8)
-    (report,) = watch.reports
+    (report,) = copied(arange(16)[4:12], 1).reports
     assert report.index == 8 and report.mapped and "same storage" in report.lies
 
 
 def test_negative_index_is_reported_from_the_start_of_the_tensor():
-    with bounds.watch() as watch:
-        copy_shifted[(1,)](arange(8), torch.zeros(8, dtype=torch.int32), -2, 8, BLOCK=8)
-    assert (watch.reports[0].index, watch.reports[0].lanes) == (-2, 2)
+    report = copied(arange(8), -2).reports[0]
+    assert (report.index, report.lanes) == (-2, 2)
 
 
 @pytest.mark.parametrize("shift", [2**40, -(2**40), 2**44, -(2**44)])
 def test_offset_far_beyond_memory_keeps_its_origin(shift):
-    with bounds.watch() as watch:
-        copy_shifted[(1,)](arange(8), torch.zeros(8, dtype=torch.int32), shift, 8, BLOCK=8)
-    assert watch.reports[0].tensor == "source" and watch.reports[0].index == shift
-    assert not watch.reports[0].mapped
+    report = copied(arange(8), shift).reports[0]
+    assert report.tensor == "source" and report.index == shift
+    assert not report.mapped
 
 
 def test_pointer_derived_from_one_tensor_that_lands_in_another_is_a_fault():
     backing = arange(16)
     a, b = backing[:8], backing[8:]
-    with bounds.watch() as watch:
-        watch.tensor(b, "b")
-        copy_shifted[(1,)](a, torch.zeros(8, dtype=torch.int32), 4, 8, BLOCK=8)
-    (report,) = watch.reports
+    (report,) = copied(a, 4, declare=lambda watch: watch.tensor(b, "b")).reports
     assert report.tensor == "source" and report.lies == "b[0]"
 
 
 def test_row_overrun_names_the_owner_of_the_next_row():
-    table, target = arange(3, 4), torch.zeros(3, 8, dtype=torch.int32)
-    with bounds.watch() as watch:
-        watch.rows(table, of=bounds.program(0), name="block_table")
-        copy_row[(3,)](table, target, 4, 5, BLOCK=8)
-    assert [r.lies for r in watch.reports[:2]] == [
-        f"block_table[{i}] of request {r}" for i, r in ((4, 1), (8, 2))
-    ]
-    assert "nothing" in watch.reports[2].lies
-    assert watch.reports[0].extent == "block_table[0, 4) of request 0"
+    reports = copied_rows(5, of=bounds.program(0))
+    assert [r.lies for r in reports[:2]] == [f"block_table[{i}] of request {r}" for i, r in ((4, 1), (8, 2))]
+    assert "nothing" in reports[2].lies
+    assert reports[0].extent == "block_table[0, 4) of request 0"
 
 
 def test_rows_are_silent_when_each_program_keeps_to_its_own():
-    table, target = arange(3, 4), torch.zeros(3, 8, dtype=torch.int32)
-    with bounds.watch() as watch:
-        watch.rows(table, of=bounds.program(0), name="block_table")
-        copy_row[(3,)](table, target, 4, 4, BLOCK=8)
-    assert not watch.reports
+    assert not copied_rows(4, of=bounds.program(0))
 
 
 def test_allocated_prefix_of_a_row_is_the_extent():
-    table, target = arange(3, 4), torch.zeros(3, 8, dtype=torch.int32)
-    with bounds.watch() as watch:
-        watch.rows(table, of=bounds.program(0), allocated=[4, 2, 4], name="block_table")
-        copy_row[(3,)](table, target, 4, 4, BLOCK=8)
-    (report,) = watch.reports
+    (report,) = copied_rows(4, of=bounds.program(0), allocated=[4, 2, 4])
     assert report.program == (1, 0, 0) and report.index == 6 and report.lanes == 2
     assert report.lies == "the unallocated tail of the row of request 1 in block_table"
 
 
 def test_mapped_owner_follows_the_index_mapping():
-    table, target = arange(3, 4), torch.zeros(3, 8, dtype=torch.int32)
-    with bounds.watch() as watch:
-        watch.rows(table, of=bounds.mapped([0, 2, 1]), name="block_table")
-        copy_row[(3,)](table, target, 4, 4, BLOCK=8)
-    assert [(r.program[0], r.lies) for r in watch.reports] == [
+    assert [(r.program[0], r.lies) for r in copied_rows(4, of=bounds.mapped([0, 2, 1]))] == [
         (1, "block_table[4] of request 1"),
         (2, "block_table[8] of request 2"),
     ]
 
 
 def test_padding_between_rows_of_a_strided_table_is_outside():
-    table = arange(3, 8)[:, :4]
-    with bounds.watch() as watch:
-        copy_row[(3,)](table, torch.zeros(3, 8, dtype=torch.int32), 8, 5, BLOCK=8)
-    assert [r.index for r in watch.reports] == [4, 12, 20]
-    assert watch.reports[0].lies == "padding of table"
+    reports = copied_rows(5, arange(3, 8)[:, :4])
+    assert [r.index for r in reports] == [4, 12, 20]
+    assert reports[0].lies == "padding of table"
 
 
 def test_strided_table_is_silent_inside_its_rows():
-    table = arange(3, 8)[:, :4]
-    with bounds.watch() as watch:
-        copy_row[(3,)](table, torch.zeros(3, 8, dtype=torch.int32), 8, 4, BLOCK=8)
-    assert not watch.reports
+    assert not copied_rows(4, arange(3, 8)[:, :4])
 
 
 def test_live_prefix_of_a_padded_buffer():
     source = arange(16)
-    with bounds.watch() as watch:
-        watch.live(source, 6, name="slot_mapping")
-        copy_shifted[(1,)](source, torch.zeros(8, dtype=torch.int32), 0, 8, BLOCK=8)
-    assert watch.reports[0].index == 6 and watch.reports[0].lies == "padding of slot_mapping"
+    report = copied(source, 0, declare=lambda watch: watch.live(source, 6, name="slot_mapping")).reports[0]
+    assert report.index == 6 and report.lies == "padding of slot_mapping"
 
 
 def test_address_from_a_table_reaches_its_target():
@@ -254,10 +235,8 @@ def test_block_pointers_are_checked():
 
 
 def test_perform_mapped_does_what_a_gpu_would():
-    backing = arange(16)
-    with bounds.watch(perform_mapped=True) as watch:
-        target = torch.zeros(8, dtype=torch.int32)
-        copy_shifted[(1,)](backing[:8], target, 4, 8, BLOCK=8)
+    target = torch.zeros(8, dtype=torch.int32)
+    watch = copied(arange(16)[:8], 4, target, perform_mapped=True)
     assert watch.faults == 1 and target.tolist() == list(range(4, 12))
 
 
@@ -270,11 +249,8 @@ def test_every_launch_is_judged_even_of_equal_shapes():
 
 
 def test_empty_tensor_allows_no_access():
-    with bounds.watch() as watch:
-        copy_shifted[(1,)](
-            torch.empty(0, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), 0, 8, BLOCK=8
-        )
-    assert watch.reports[0].tensor == "source" and watch.reports[0].lanes == 8
+    report = copied(torch.empty(0, dtype=torch.int32), 0).reports[0]
+    assert report.tensor == "source" and report.lanes == 8
 
 
 def test_hooks_are_gone_after_the_block():
@@ -284,7 +260,7 @@ def test_hooks_are_gone_after_the_block():
     with bounds.watch():
         assert interpreter.InterpreterBuilder.create_masked_load is not before
     assert interpreter.InterpreterBuilder.create_masked_load is before
-    assert bounds.active() is None
+    assert bounds._active is None
 
 
 def test_hooks_are_gone_after_an_error():
@@ -293,7 +269,7 @@ def test_hooks_are_gone_after_an_error():
     before = interpreter._implicit_cvt
     with pytest.raises(RuntimeError, match="inside"), bounds.watch():
         raise RuntimeError("inside")
-    assert interpreter._implicit_cvt is before and bounds.active() is None
+    assert interpreter._implicit_cvt is before and bounds._active is None
 
 
 def test_two_watches_at_once_are_refused():

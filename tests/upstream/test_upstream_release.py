@@ -22,6 +22,14 @@ MEMBERS = {
     "vllm/b/__init__.py": "B = 2\n",
     "vllm-1.0.0.dist-info/METADATA": "Name: vllm\n",
 }
+WHEEL = "vllm-1.0.0-cp38-abi3-manylinux_2_28_x86_64.whl"
+
+
+@pytest.fixture
+def release(local_index, tmp_path):
+    """Puts 1.0.0 on the index; each call resolves it anew, with the cache in `tmp_path`."""
+    assert local_index.add("1.0.0", MEMBERS) == WHEEL
+    return lambda: upstream.resolve("vllm==1.0.0", tmp_path)
 
 
 def cached_files(cache: Path) -> set[str]:
@@ -30,9 +38,8 @@ def cached_files(cache: Path) -> set[str]:
     }
 
 
-def test_only_the_wanted_members_are_fetched(local_index, tmp_path):
-    local_index.add("1.0.0", MEMBERS)
-    tree = upstream.resolve("vllm==1.0.0", tmp_path)
+def test_only_the_wanted_members_are_fetched(release, tmp_path):
+    tree = release()
     files = tree.fetch(["vllm/a.py"])
     assert files == {"vllm/a.py": tmp_path / "vllm-1.0.0" / "vllm" / "a.py"}
     assert files["vllm/a.py"].read_text() == "A = 1\n"
@@ -40,11 +47,10 @@ def test_only_the_wanted_members_are_fetched(local_index, tmp_path):
     assert (tree.subject, tree.version, tree.root) == ("vllm==1.0.0", "1.0.0", tmp_path / "vllm-1.0.0")
 
 
-def test_a_release_is_stored_once_it_was_resolved(local_index, tmp_path):
-    local_index.add("1.0.0", MEMBERS)
+def test_a_release_is_stored_once_it_was_resolved(local_index, release, tmp_path):
     assert not upstream.is_stored("vllm==1.0.0", tmp_path)
     assert local_index.requests == []
-    upstream.resolve("vllm==1.0.0", tmp_path)
+    release()
     assert upstream.is_stored("vllm==1.0.0", tmp_path)
     assert not upstream.is_stored("vllm==1.0.1", tmp_path)
     (tmp_path / "vllm-1.0.0" / "manifest.json").write_text("{")
@@ -59,9 +65,8 @@ def test_versions_are_those_the_index_has_a_wheel_of(local_index):
     assert {str(version) for version in index_module.versions()} == {"1.0.0", "1.1.0rc1"}
 
 
-def test_every_request_to_the_wheel_asks_for_a_range(local_index, tmp_path):
-    local_index.add("1.0.0", MEMBERS)
-    upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py", "vllm/b/__init__.py"])
+def test_every_request_to_the_wheel_asks_for_a_range(local_index, release):
+    release().fetch(["vllm/a.py", "vllm/b/__init__.py"])
     assert all(wanted.startswith("bytes=") for _, _, wanted in local_index.wheel_requests())
 
 
@@ -73,48 +78,41 @@ def test_bytes_moved_is_what_the_ranges_held(local_index, tmp_path):
     assert 0 < tree.bytes_moved < 70_000 < len(local_index.wheels[name])
 
 
-def test_a_cached_release_needs_no_network(local_index, tmp_path, monkeypatch):
-    local_index.add("1.0.0", MEMBERS)
-    upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py"])
+def test_a_cached_release_needs_no_network(local_index, release, monkeypatch):
+    release().fetch(["vllm/a.py"])
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     asked = len(local_index.requests)
-    tree = upstream.resolve("vllm==1.0.0", tmp_path)
+    tree = release()
     assert tree.fetch(["vllm/a.py"])["vllm/a.py"].read_text() == "A = 1\n"
     assert tree.first(["vllm/none.py", "vllm/b/__init__.py"]) == "vllm/b/__init__.py"
     assert not tree.has("vllm/none.py")
     assert (tree.bytes_moved, len(local_index.requests)) == (0, asked)
 
 
-def test_more_members_of_a_known_release_need_no_index_page(local_index, tmp_path):
-    local_index.add("1.0.0", MEMBERS)
-    upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py"])
+def test_more_members_of_a_known_release_need_no_index_page(local_index, release):
+    release().fetch(["vllm/a.py"])
     local_index.status["/simple/vllm/"] = 404
     index_module._page.cache_clear()
-    assert upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/b/__init__.py"])
+    assert release().fetch(["vllm/b/__init__.py"])
 
 
-def test_a_changed_cached_file_is_fetched_again(local_index, tmp_path):
-    local_index.add("1.0.0", MEMBERS)
-    place = upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py"])["vllm/a.py"]
+def test_a_changed_cached_file_is_fetched_again(release):
+    place = release().fetch(["vllm/a.py"])["vllm/a.py"]
     place.write_text("A = 2\n")
-    assert (
-        upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py"])["vllm/a.py"].read_text() == "A = 1\n"
-    )
+    assert release().fetch(["vllm/a.py"])["vllm/a.py"].read_text() == "A = 1\n"
 
 
-def test_a_changed_cached_file_is_an_error_offline(local_index, tmp_path, monkeypatch):
-    local_index.add("1.0.0", MEMBERS)
-    upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py"])["vllm/a.py"].write_text("A = 2\n")
+def test_a_changed_cached_file_is_an_error_offline(release, monkeypatch):
+    release().fetch(["vllm/a.py"])["vllm/a.py"].write_text("A = 2\n")
     monkeypatch.setenv("PIP_NO_INDEX", "true")
     with pytest.raises(UnavailableError, match=r"vllm==1\.0\.0: the cached vllm/a\.py was changed.*no-index"):
-        upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py"])
+        release().fetch(["vllm/a.py"])
 
 
-def test_a_broken_manifest_counts_as_an_empty_cache(local_index, tmp_path):
-    local_index.add("1.0.0", MEMBERS)
-    upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py"])
+def test_a_broken_manifest_counts_as_an_empty_cache(release, tmp_path):
+    release().fetch(["vllm/a.py"])
     (tmp_path / "vllm-1.0.0" / "manifest.json").write_text('{"files": 3')
-    assert upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py"])
+    assert release().fetch(["vllm/a.py"])
 
 
 def test_the_project_page_is_read_once_for_all_releases(local_index, tmp_path):
@@ -142,13 +140,14 @@ def test_any_wheel_is_better_than_none(local_index, tmp_path):
     assert upstream.resolve("vllm==1.0.0", tmp_path).has("vllm/a.py")
 
 
-def test_credentials_of_the_index_reach_the_wheel_but_not_the_disk(local_index, tmp_path, monkeypatch):
-    local_index.add("1.0.0", MEMBERS)
+def test_credentials_of_the_index_reach_the_wheel_but_not_the_disk(
+    local_index, release, tmp_path, monkeypatch
+):
     local_index.password = "hunter2"
     monkeypatch.setenv("PIP_INDEX_URL", local_index.simple.replace("//", "//me:hunter2@"))
-    upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py"])
+    release().fetch(["vllm/a.py"])
     assert "hunter2" not in (tmp_path / "vllm-1.0.0" / "manifest.json").read_text()
-    upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/b/__init__.py"])
+    release().fetch(["vllm/b/__init__.py"])
 
 
 def test_errors_do_not_show_credentials(local_index, tmp_path, monkeypatch):
@@ -160,12 +159,11 @@ def test_errors_do_not_show_credentials(local_index, tmp_path, monkeypatch):
     assert "403" in str(caught.value)
 
 
-def test_the_index_of_pips_configuration_file_is_used(local_index, tmp_path, monkeypatch):
-    local_index.add("1.0.0", MEMBERS)
+def test_the_index_of_pips_configuration_file_is_used(local_index, release, tmp_path, monkeypatch):
     (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {local_index.simple}/\n")
     monkeypatch.delenv("PIP_INDEX_URL")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
-    assert upstream.resolve("vllm==1.0.0", tmp_path).has("vllm/a.py")
+    assert release().has("vllm/a.py")
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES"])
@@ -191,12 +189,11 @@ def test_an_index_that_nobody_serves_is_unavailable(local_index, tmp_path, monke
         upstream.resolve("vllm==1.0.0", tmp_path)
 
 
-def test_a_silent_server_is_given_up(local_index, tmp_path, monkeypatch):
-    wheel = local_index.add("1.0.0", MEMBERS)
+def test_a_silent_server_is_given_up(local_index, release, monkeypatch):
     monkeypatch.setattr(index_module, "TIMEOUT_S", (1, 0.1))
-    local_index.hang[f"/files/{wheel}"] = 0.5
-    with pytest.raises(UnavailableError, match=wheel):
-        upstream.resolve("vllm==1.0.0", tmp_path)
+    local_index.hang[f"/files/{WHEEL}"] = 0.5
+    with pytest.raises(UnavailableError, match=WHEEL):
+        release()
 
 
 def test_an_absent_release_names_the_ones_there(local_index, tmp_path):
@@ -206,40 +203,33 @@ def test_an_absent_release_names_the_ones_there(local_index, tmp_path):
         upstream.resolve("vllm==9.9", tmp_path)
 
 
-@pytest.mark.parametrize("status", [404, 503])
-def test_a_wheel_that_is_gone_is_unavailable(local_index, tmp_path, status):
-    wheel = local_index.add("1.0.0", MEMBERS)
-    local_index.status[f"/files/{wheel}"] = status
-    with pytest.raises(UnavailableError, match=f"{wheel}.*{status}"):
-        upstream.resolve("vllm==1.0.0", tmp_path)
-    assert not cached_files(tmp_path)
-
-
-def test_a_server_without_ranges_is_refused_instead_of_read_whole(local_index, tmp_path):
-    local_index.add("1.0.0", MEMBERS)
-    local_index.ranges = False
-    with pytest.raises(UnavailableError, match="does not support range requests"):
-        upstream.resolve("vllm==1.0.0", tmp_path)
-    assert not cached_files(tmp_path)
-
-
-def test_a_server_without_ranges_from_the_end_is_enough(local_index, tmp_path):
-    local_index.add("1.0.0", MEMBERS)
+def test_a_server_without_ranges_from_the_end_is_enough(local_index, release):
     local_index.suffix_ranges = False
-    assert upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py"])
+    assert release().fetch(["vllm/a.py"])
 
 
-def test_a_truncated_wheel_is_unavailable(local_index, tmp_path):
-    wheel = local_index.add("1.0.0", MEMBERS)
-    local_index.wheels[wheel] = local_index.wheels[wheel][:-40]
-    with pytest.raises(UnavailableError, match=f"{wheel} cannot be read"):
-        upstream.resolve("vllm==1.0.0", tmp_path)
+SPOILED = {
+    "gone": (lambda index: index.status.update({f"/files/{WHEEL}": 404}), f"{WHEEL}.*404"),
+    "refused": (lambda index: index.status.update({f"/files/{WHEEL}": 503}), f"{WHEEL}.*503"),
+    "without ranges": (lambda index: setattr(index, "ranges", False), "does not support range requests"),
+    "truncated": (
+        lambda index: index.wheels.update({WHEEL: index.wheels[WHEEL][:-40]}),
+        f"{WHEEL} cannot be read",
+    ),
+    "no archive": (
+        lambda index: index.wheels.update({WHEEL: b"<html>please log in</html>"}),
+        "not a zip file",
+    ),
+}
 
 
-def test_a_wheel_that_is_no_archive_is_unavailable(local_index, tmp_path):
-    local_index.wheels["vllm-1.0.0-py3-none-any.whl"] = b"<html>please log in</html>"
-    with pytest.raises(UnavailableError, match="not a zip file"):
-        upstream.resolve("vllm==1.0.0", tmp_path)
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_wheel_that_cannot_be_read_in_parts_is_unavailable(how, local_index, release, tmp_path):
+    spoil, message = SPOILED[how]
+    spoil(local_index)
+    with pytest.raises(UnavailableError, match=message):
+        release()
+    assert not cached_files(tmp_path)
 
 
 def test_a_member_with_a_wrong_checksum_leaves_nothing_behind(local_index, tmp_path):
@@ -313,19 +303,17 @@ def test_a_member_that_is_there_twice_is_refused(local_index, tmp_path):
         upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py"])
 
 
-def test_a_file_that_the_release_lacks_is_named(local_index, tmp_path):
-    local_index.add("1.0.0", MEMBERS)
+def test_a_file_that_the_release_lacks_is_named(release):
     with pytest.raises(upstream.MissingFileError, match=r"vllm==1\.0\.0 has no file vllm/none\.py"):
-        upstream.resolve("vllm==1.0.0", tmp_path).fetch(["vllm/a.py", "vllm/none.py"])
+        release().fetch(["vllm/a.py", "vllm/none.py"])
 
 
 @pytest.mark.parametrize(
     "path", ["", ".", "../a.py", "vllm/../a.py", "/vllm/a.py", "vllm\\a.py", "manifest.json"]
 )
-def test_a_path_that_leaves_the_tree_is_bad_input(local_index, tmp_path, path):
-    local_index.add("1.0.0", MEMBERS)
+def test_a_path_that_leaves_the_tree_is_bad_input(release, path):
     with pytest.raises(BadInputError, match="not a path inside a tree"):
-        upstream.resolve("vllm==1.0.0", tmp_path).fetch([path])
+        release().fetch([path])
 
 
 def test_a_link_in_the_cache_is_not_followed_out_of_it(local_index, tmp_path):
