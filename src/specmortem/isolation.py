@@ -418,11 +418,8 @@ def _judge(arm: Arm, report: Mapping[str, Any], record: Path, stderr: str) -> tu
         kind = death_kind(-code, stderr, oom_killed=report["oom_killed"])
         return kind, None, _death_message(signal_name(-code), kind, stderr)
     if code > 0 or not record.exists():
-        return (
-            "python-error",
-            None,
-            f"the process {_exit_text(code)} without an outcome; its target ended Python itself",
-        )
+        message = f"the process {_exit_text(code)} without an outcome; its target ended Python itself"
+        return "python-error", None, message
     return _read_record(record)
 
 

@@ -30,8 +30,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -112,9 +114,18 @@ class Report:
         )
 
 
+class _Span(NamedTuple):
+    """One owner's part of a tensor: addresses [start, stop), of which the owner may touch [start, live)."""
+
+    start: int
+    stop: int
+    live: int
+    owner: int
+
+
 @dataclass
 class _Region:
-    """One tensor and who may touch which part of it. Bounds are byte addresses; `starts` is sorted."""
+    """One tensor and who may touch which part of it. Bounds are byte addresses; `spans` are sorted."""
 
     name: str
     tensor: torch.Tensor
@@ -124,54 +135,45 @@ class _Region:
     tag: int = 0
     of: OwnerOf | None = None
     owner_name: str = "request"
-    starts: list[int] = field(default_factory=list)
-    stops: list[int] = field(default_factory=list)
-    live: list[int] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
-    by_owner: dict[int, list[int]] = field(default_factory=dict)
+    spans: list[_Span] = field(default_factory=list)
     points_to: dict[int, int] | None = None
     holes: list[tuple[int, int]] = field(default_factory=list)
 
-    def segment_of(self, address: int) -> int | None:
-        at = bisect_right(self.starts, address) - 1
-        return at if at >= 0 and address < self.stops[at] else None
+    def span_of(self, address: int) -> _Span | None:
+        at = bisect_right(self.spans, address, key=lambda span: span.start) - 1
+        return self.spans[at] if at >= 0 and address < self.spans[at].stop else None
 
-    def allowed(self, grid: Grid) -> tuple[list[int], list[int]]:
-        """Starts and stops of what `grid`'s program may touch."""
-        if self.of is None:
-            return [self.low], [self.high]
-        mine = self.by_owner.get(self.of(grid), [])
-        return [self.starts[s] for s in mine], [self.live[s] for s in mine]
+    @cached_property
+    def by_owner(self) -> dict[int, list[tuple[int, int]]]:
+        """Where the parts that an owner may touch start and stop."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for span in self.spans:
+            found.setdefault(span.owner, []).append((span.start, span.live))
+        return found
+
+    def allowed(self, grid: Grid) -> list[tuple[int, int]]:
+        """Where the parts that `grid`'s program may touch start and stop."""
+        return [(self.low, self.high)] if self.of is None else self.by_owner.get(self.of(grid), [])
 
     def element(self, address: int) -> int:
         return (address - self.low) // self.itemsize
 
     def extent_text(self, grid: Grid) -> str:
         """What this program may touch, in elements."""
-        spans = ", ".join(
-            f"[{self.element(a)}, {self.element(b)})" for a, b in zip(*self.allowed(grid), strict=True)
-        )
+        spans = ", ".join(f"[{self.element(a)}, {self.element(b)})" for a, b in self.allowed(grid))
         if self.of is None:
             return f"{self.name}{spans}"
         return f"{self.name}{spans or '[]'} of {self.owner_name} {self.of(grid)}"
 
     def content_text(self, address: int) -> str:
         """What lies at an address inside this region."""
-        if self.of is None:
-            return (
-                f"{self.name}[{self.element(address)}]"
-                if not self._in_hole(address)
-                else f"padding of {self.name}"
-            )
-        segment = self.segment_of(address)
-        if segment is None:
+        if self.of is None and not self._in_hole(address):
+            return f"{self.name}[{self.element(address)}]"
+        span = self.span_of(address)
+        if span is None:
             return f"padding of {self.name}"
-        owner = (
-            f"{self.owner_name} {self.owners[segment]}"
-            if self.owners[segment] >= 0
-            else f"no {self.owner_name}"
-        )
-        if address >= self.live[segment]:
+        owner = f"{self.owner_name} {span.owner}" if span.owner >= 0 else f"no {self.owner_name}"
+        if address >= span.live:
             return f"the unallocated tail of the row of {owner} in {self.name}"
         return f"{self.name}[{self.element(address)}] of {owner}"
 
@@ -258,11 +260,9 @@ class Watch:
             raise BadInputError(
                 f"allocated must give {count} counts between 0 and {table.shape[1]}, not {widths}"
             )
-        pitch = table.stride(0)
-        starts = [r * pitch for r in range(count)]
-        stops = [s + table.shape[1] for s in starts]
-        live = [s + w for s, w in zip(starts, widths, strict=True)]
-        self._partition(table, starts, stops, live, list(range(count)), of, name, owner_name)
+        pitch, columns = table.stride(0), table.shape[1]
+        spans = [_Span(r * pitch, r * pitch + columns, r * pitch + w, r) for r, w in enumerate(widths)]
+        self._partition(table, spans, of, name, owner_name)
 
     def segments(
         self,
@@ -279,7 +279,8 @@ class Watch:
             raise BadInputError(
                 f"start_loc {loc} does not ascend inside a tensor of {tensor.numel()} elements"
             )
-        self._partition(tensor, loc[:-1], loc[1:], loc[1:], list(range(len(loc) - 1)), of, name, owner_name)
+        spans = [_Span(start, stop, stop, r) for r, (start, stop) in enumerate(pairwise(loc))]
+        self._partition(tensor, spans, of, name, owner_name)
 
     def blocks(
         self,
@@ -294,9 +295,9 @@ class Watch:
         if len(owner) != pool.shape[0]:
             raise BadInputError(f"{len(owner)} owners for a pool of {pool.shape[0]} blocks")
         content = int(np.prod(pool.shape[1:], dtype=np.int64))
-        starts = [b * pool.stride(0) for b in range(pool.shape[0])]
-        stops = [s + content for s in starts]
-        self._partition(pool, starts, stops, stops, [int(o) for o in owner], of, name, owner_name)
+        starts = [b * pool.stride(0) for b in range(len(owner))]
+        spans = [_Span(s, s + content, s + content, int(o)) for s, o in zip(starts, owner, strict=True)]
+        self._partition(pool, spans, of, name, owner_name)
 
     def pointers(self, table: torch.Tensor, *targets: torch.Tensor, name: str = "") -> None:
         """An int64 tensor of addresses; each may be used to reach the target that starts there, and no other."""
@@ -311,24 +312,14 @@ class Watch:
             region.points_to[target.data_ptr()] = self._declared[target.data_ptr()].tag
 
     def _partition(
-        self,
-        tensor: torch.Tensor,
-        starts: list[int],
-        stops: list[int],
-        live: list[int],
-        owners: list[int],
-        of: OwnerOf,
-        name: str,
-        owner_name: str,
+        self, tensor: torch.Tensor, spans: list[_Span], of: OwnerOf, name: str, owner_name: str
     ) -> None:
+        """Declare a tensor whose parts are given in elements."""
         region = _region(tensor, name or f"tensor{len(self._declared)}")
-        low, size = region.low, region.itemsize
-        region.of, region.owner_name, region.owners = of, owner_name, owners
-        region.starts = [low + s * size for s in starts]
-        region.stops = [low + s * size for s in stops]
-        region.live = [low + s * size for s in live]
-        for segment, owner in enumerate(owners):
-            region.by_owner.setdefault(owner, []).append(segment)
+        region.of, region.owner_name = of, owner_name
+        for *places, owner in spans:
+            start, stop, live = (region.low + place * region.itemsize for place in places)
+            region.spans.append(_Span(start, stop, live, owner))
         self._declare(region)
 
     def _declare(self, region: _Region) -> None:
@@ -400,10 +391,10 @@ class Watch:
         region = self._regions.get(tag)
         bounds = None
         if region is not None and not region.holes:
-            starts, stops = region.allowed(self._grid)
-            if len(starts) == 1:
+            allowed = region.allowed(self._grid)
+            if len(allowed) == 1:
                 base = tag << _TAG_SHIFT
-                bounds = (base + starts[0], base + stops[0])
+                bounds = (base + allowed[0][0], base + allowed[0][1])
         self._bounds[tag] = bounds
         return bounds
 
@@ -438,7 +429,7 @@ class Watch:
             return ok
         if region.holes and region.of is None:
             return region.inside(plain)
-        for start, stop in zip(*region.allowed(self._grid), strict=True):
+        for start, stop in region.allowed(self._grid):
             ok |= (plain >= np.uint64(start)) & (plain + np.uint64(size) <= np.uint64(stop))
         return ok
 

@@ -153,18 +153,8 @@ class Device(ABC):
         alive = (*tensors, *read, *written)
         self._check_on_device(alive, label)
         regions = self._regions(read)
-        self._submit(
-            Op(
-                "launch",
-                label,
-                partial(fn, *baked),
-                regions,
-                regions if written is read else self._regions(written),
-                alive,
-                duration_us,
-            ),
-            stream,
-        )
+        touched = regions, regions if written is read else self._regions(written)
+        self._submit(Op("launch", label, partial(fn, *baked), *touched, alive, duration_us), stream)
 
     def spin(self, microseconds: float, stream: Stream | None = None) -> None:
         """Keep the stream busy for that long."""

@@ -147,11 +147,8 @@ def _wheels(page: ProjectPage) -> Iterator[tuple[Version, tuple[Any, ...], Wheel
         x86 = any(platform.endswith("x86_64") for platform in platforms)
         manylinux = any(platform.startswith("manylinux") for platform in platforms)
         preference = (x86 and manylinux, x86, version.local is None, build or (-1, ""))
-        yield (
-            version,
-            preference,
-            Wheel(package.filename, bare(package.url), package.digests.get("sha256", "")),
-        )
+        wheel = Wheel(package.filename, bare(package.url), package.digests.get("sha256", ""))
+        yield version, preference, wheel
 
 
 @cache
