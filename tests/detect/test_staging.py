@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from device.behaviour import GPU
 from device.programs import Unreduced, mix
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
@@ -21,14 +22,10 @@ from specmortem import device
 from specmortem.detect import staging
 from specmortem.detect.staging.order import Order, conflicts
 from specmortem.device import Chosen, Device, Observer, Op, SimDevice
-from specmortem.device.memory import array_region, tensor_region
+from specmortem.device.memory import array_region, host_access, tensor_region
 from specmortem.errors import BadInputError
 
 SCHEDULES = [("lazy", 0), ("immediate", 0), ("timed", 0), ("random", 0), ("random", 1), ("random", 2)]
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
 SCHEDULES.append(pytest.param("cuda", 0, marks=GPU))
 schedules = pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
 
@@ -746,8 +743,7 @@ class Positions(Observer):
 
     def host_accessed(self, buffer, region, write, site):
         number = len(self.ops) + 1
-        regions = ((), (region,)) if write else ((region,), ())
-        self.ops[number] = Op("host", reads=regions[0], writes=regions[1])
+        self.ops[number] = host_access("host", region, write)
         self.at[number] = len(self.at)
 
     def executed(self, stream, op):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from device.behaviour import GPU
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,10 +21,6 @@ from specmortem.detect.staging import recorder, simulated
 from specmortem.detect.staging.arrays import WatchedArray
 from specmortem.errors import BadInputError, UnavailableError
 
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
 DEVICES = ["lazy", "immediate", "random", "timed", pytest.param("cuda", marks=GPU)]
 on_every_device = pytest.mark.parametrize("where", DEVICES)
 

@@ -17,6 +17,10 @@ from specmortem import device
 from specmortem.device import CaptureError, Device, HostBuffer, Stream
 from specmortem.errors import BadInputError
 
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
+]
 STALL_US = 30_000
 FORBIDDEN = ["device-sync", "stream-sync", "event-sync", "query", "record", "wait", "read", "write"]
 FORBIDDEN += ["zeros", "host-buffer", "stream", "other-stream", "replay", "capture"]

@@ -12,12 +12,9 @@ import torch
 
 from specmortem import device
 
-from .behaviour import Behaviour, StalledBehaviour, warm_up
+from .behaviour import GPU, Behaviour, StalledBehaviour, warm_up
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = GPU
 
 
 @pytest.fixture

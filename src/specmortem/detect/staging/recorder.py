@@ -123,12 +123,10 @@ class Recorder(Interceptor):
         return wait
 
     def _recorded(self, record: Hook, event: Any, stream: Any = None) -> None:
-        stream = torch.cuda.current_stream() if stream is None else stream
         record(event, stream)
         self.order.record(_key(event), _stream_name(stream))
 
     def _waited(self, wait: Hook, event: Any, stream: Any = None) -> None:
-        stream = torch.cuda.current_stream() if stream is None else stream
         wait(event, stream)
         self.order.wait(_stream_name(stream), _key(event))
 
