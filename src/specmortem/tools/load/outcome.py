@@ -3,53 +3,47 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
 from msgspec import Meta
 
 from specmortem.convert import Amount, Count, Value
 
 
-class Outcome(StrEnum):
+class DescribedEnum(StrEnum):
+    """Words of a result file, each with what it means to a reader."""
+
+    meaning: str
+
+    def __new__(cls, word: str, meaning: str) -> Self:
+        """A member of the value `word`."""
+        made = str.__new__(cls, word)
+        made._value_, made.meaning = word, meaning
+        return made
+
+
+class Outcome(DescribedEnum):
     """The one outcome of a request that was sent."""
 
-    OK = "ok"
-    SERVER_ERROR = "server-error"
-    REFUSED = "refused"
-    REDIRECTED = "redirected"
-    UNREACHABLE = "unreachable"
-    DROPPED = "dropped"
-    CUT = "cut"
-    HUNG = "hung"
-    OVERTIME = "overtime"
-    TOO_LARGE = "too-large"
-    GARBAGE = "garbage"
-    LOOP = "loop"
-    EARLY_EOS = "early-eos"
-    WRONG = "wrong"
-    INTERRUPTED = "interrupted"
+    OK = "ok", "a whole answer with nothing to remark"
+    SERVER_ERROR = "server-error", "HTTP 5xx, or an error reported inside an answer"
+    REFUSED = "refused", "HTTP 4xx"
+    REDIRECTED = "redirected", "HTTP 3xx; not followed"
+    UNREACHABLE = "unreachable", "no connection could be made"
+    DROPPED = "dropped", "the connection ended before a status line"
+    CUT = "cut", "the answer ended before its end: no finish_reason, no [DONE], or too few bytes"
+    HUNG = "hung", "no byte for longer than allowed"
+    OVERTIME = "overtime", "not finished within the time of one request"
+    TOO_LARGE = "too-large", "more bytes than allowed"
+    GARBAGE = "garbage", "not what the protocol says"
+    LOOP = "loop", "the same unit of text over and over"
+    EARLY_EOS = "early-eos", "an end far too soon"
+    WRONG = "wrong", "the value that was asked for is not in the answer"
+    INTERRUPTED = "interrupted", "in flight when this client stopped; says nothing of the server"
 
 
-MEANING: Mapping[Outcome, str] = {
-    Outcome.OK: "a whole answer with nothing to remark",
-    Outcome.SERVER_ERROR: "HTTP 5xx, or an error reported inside an answer",
-    Outcome.REFUSED: "HTTP 4xx",
-    Outcome.REDIRECTED: "HTTP 3xx; not followed",
-    Outcome.UNREACHABLE: "no connection could be made",
-    Outcome.DROPPED: "the connection ended before a status line",
-    Outcome.CUT: "the answer ended before its end: no finish_reason, no [DONE], or too few bytes",
-    Outcome.HUNG: "no byte for longer than allowed",
-    Outcome.OVERTIME: "not finished within the time of one request",
-    Outcome.TOO_LARGE: "more bytes than allowed",
-    Outcome.GARBAGE: "not what the protocol says",
-    Outcome.LOOP: "the same unit of text over and over",
-    Outcome.EARLY_EOS: "an end far too soon",
-    Outcome.WRONG: "the value that was asked for is not in the answer",
-    Outcome.INTERRUPTED: "in flight when this client stopped; says nothing of the server",
-}
 UNREMARKABLE = frozenset({Outcome.OK, Outcome.INTERRUPTED})
 # After these the server may be gone: its health is asked before the next request.
 SUSPICIOUS = frozenset({Outcome.SERVER_ERROR, Outcome.UNREACHABLE, Outcome.DROPPED, Outcome.CUT})

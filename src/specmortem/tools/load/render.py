@@ -11,22 +11,13 @@ from typing import TYPE_CHECKING
 
 from specmortem.report.terminal import CLEAN, FAULT, OPEN, Line, write_lines, write_table
 from specmortem.tools.load.metrics import COLLAPSE_RULE
-from specmortem.tools.load.outcome import MEANING, UNREMARKABLE, Outcome, RequestRecord
-from specmortem.tools.load.result import COMPLETE, Finding, Result, Status
+from specmortem.tools.load.outcome import UNREMARKABLE, Outcome, RequestRecord
+from specmortem.tools.load.result import COMPLETE, Finding, Result
 from specmortem.tools.load.signs import EARLY_RULE, LOOP_RULE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-STATUS_SAID = {
-    Status.RUNNING: "still running",
-    Status.FINISHED: "all requests were sent",
-    Status.COUNT_LIMIT: "ended by the limit on requests",
-    Status.TIME_LIMIT: "ended by the limit on time",
-    Status.SERVER_DEAD: "ended because the server died",
-    Status.WARM_UP_FAILED: "ended because the warm-up failed",
-    Status.INTERRUPTED: "interrupted",
-}
 IDS_SHOWN = 6
 ROUND_COLUMNS = ("round", "sent", "ok", "first text, s", "request, s", "longest, s", "tokens/s")
 
@@ -80,7 +71,7 @@ def headline(result: Result) -> str:
         return f"clean: {len(result.requests)} requests, nothing detected"
     found = ", ".join(finding.kind for finding in result.findings) or "nothing"
     said = [f"detected: {found}; {bad} of {len(result.requests)} requests"]
-    said += [] if result.status in COMPLETE else [STATUS_SAID[result.status]]
+    said += [] if result.status in COMPLETE else [result.status.meaning]
     said += ["not everything was judged"] if result.not_judged else []
     return "; ".join(said)
 
@@ -160,10 +151,10 @@ def page(result: Result) -> str:
         "the load",
         result=result,
         headline=headline(result),
-        status=STATUS_SAID[result.status],
+        status=result.status.meaning,
         round_columns=ROUND_COLUMNS,
         rounds=list(map(_cells, rounds(result))),
-        meaning={outcome.value: meaning for outcome, meaning in MEANING.items()},
+        meaning={outcome.value: outcome.meaning for outcome in Outcome},
         rules=(LOOP_RULE, EARLY_RULE, COLLAPSE_RULE),
         figures=[(Markup(svg), alt) for svg, alt in _figures(result)],
         as_run=as_run(result),

@@ -14,20 +14,20 @@ from msgspec.structs import force_setattr
 from specmortem.convert import Amount, Count, Value
 from specmortem.errors import BadInputError
 from specmortem.tools.load.metrics import Window
-from specmortem.tools.load.outcome import UNREMARKABLE, Outcome, RequestRecord
+from specmortem.tools.load.outcome import UNREMARKABLE, DescribedEnum, Outcome, RequestRecord
 from specmortem.verdict import read_json, write_atomically
 
 
-class Status(StrEnum):
+class Status(DescribedEnum):
     """How a run ended."""
 
-    RUNNING = "running"
-    FINISHED = "finished"
-    COUNT_LIMIT = "count-limit"
-    TIME_LIMIT = "time-limit"
-    SERVER_DEAD = "server-dead"
-    WARM_UP_FAILED = "warm-up-failed"
-    INTERRUPTED = "interrupted"
+    RUNNING = "running", "still running"
+    FINISHED = "finished", "all requests were sent"
+    COUNT_LIMIT = "count-limit", "ended by the limit on requests"
+    TIME_LIMIT = "time-limit", "ended by the limit on time"
+    SERVER_DEAD = "server-dead", "ended because the server died"
+    WARM_UP_FAILED = "warm-up-failed", "ended because the warm-up failed"
+    INTERRUPTED = "interrupted", "interrupted"
 
 
 class Sign(StrEnum):
