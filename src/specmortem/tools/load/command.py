@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +14,8 @@ from specmortem.errors import BadInputError, UnavailableError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from specmortem.tools.load.driver import Driver, Watcher
-    from specmortem.tools.load.outcome import Ask, RequestRecord
+    from specmortem.tools.load.driver import Driver, Show
+    from specmortem.tools.load.outcome import RequestRecord
     from specmortem.tools.load.result import Result
     from specmortem.tools.load.settings import Settings, Shape
 
@@ -183,17 +181,26 @@ def _range(option: str, text: str | None) -> tuple[int, int] | None:
 
 
 def _run(settings: Settings, key: str, out: Path) -> Result:
-    """The run, with progress on stderr; SIGINT and SIGTERM end it with what there is."""
+    """The run, with a live bar on stderr where that is a terminal, and a line a round in any case.
+
+    SIGINT and SIGTERM end it with what there is.
+    """
     import asyncio
 
+    from rich.text import Text
+
+    from specmortem.report.terminal import progress
     from specmortem.tools.load.driver import Driver
+
+    told = "{task.fields[flight]} in flight, {task.fields[bad]} detected, {task.fields[tokens]} tokens"
 
     def checkpoint(result: Result) -> None:
         result.save(out / FILE)
 
     async def main() -> Result:
-        with _progress(min(settings.planned, settings.limits.requests)) as watcher:
-            driver = Driver(settings, key, watcher, checkpoint)
+        with progress(told) as bars:
+            show = _bar(bars, min(settings.planned, settings.limits.requests))
+            driver = Driver(settings, key, lambda line: bars.console.print(Text(line)), show, checkpoint)
             _catch_signals(driver)
             return await driver.run()
 
@@ -218,45 +225,18 @@ def _catch_signals(driver: Driver) -> None:
         loop.add_signal_handler(which, stop, which)
 
 
-class _Bar:
-    """Shows a run on a bar of rich, and says a line a round."""
+def _bar(bars: Progress, planned: int) -> Show:
+    """Shows a run on a bar of rich."""
+    from specmortem.tools.load.outcome import UNREMARKABLE
 
-    def __init__(self, bars: Progress, planned: int) -> None:
-        self._bars = bars
-        self._task = bars.add_task("requests", total=planned, flight=0, bad=0, tokens=0)
-        self._flight = self._bad = self._tokens = 0
+    task = bars.add_task("requests", total=planned, flight=0, bad=0, tokens=0)
 
-    def sent(self, ask: Ask) -> None:
-        """One more in flight."""
-        self._flight += 1
-        self._show(0)
+    def show(in_flight: int, closed: RequestRecord | None) -> None:
+        bars.update(task, flight=in_flight)
+        if closed:
+            fields = bars.tasks[task].fields
+            bad = fields["bad"] + (closed.outcome not in UNREMARKABLE)
+            tokens = fields["tokens"] + (closed.completion_tokens or 0)
+            bars.update(task, advance=1, bad=bad, tokens=tokens)
 
-    def closed(self, record: RequestRecord) -> None:
-        """One less in flight."""
-        from specmortem.tools.load.outcome import UNREMARKABLE
-
-        self._flight -= 1
-        self._bad += record.outcome not in UNREMARKABLE
-        self._tokens += record.completion_tokens or 0
-        self._show(1)
-
-    def say(self, line: str) -> None:
-        """Above the bar, and also where no bar is shown."""
-        from rich.text import Text
-
-        self._bars.console.print(Text(line))
-
-    def _show(self, advance: int) -> None:
-        self._bars.update(
-            self._task, advance=advance, flight=self._flight, bad=self._bad, tokens=self._tokens
-        )
-
-
-@contextmanager
-def _progress(planned: int) -> Iterator[Watcher]:
-    """A live bar on stderr where that is a terminal, and a line a round in any case."""
-    from specmortem.report.terminal import progress
-
-    told = "{task.fields[flight]} in flight, {task.fields[bad]} detected, {task.fields[tokens]} tokens"
-    with progress(told) as bars:
-        yield _Bar(bars, planned)
+    return show

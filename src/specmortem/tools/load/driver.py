@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.tools.load import metrics
 from specmortem.tools.load.client import Client, NoAnswerError, Reply
-from specmortem.tools.load.outcome import SUSPICIOUS, WHOLE, Ask, Ledger, Outcome, RequestRecord
+from specmortem.tools.load.outcome import SUSPICIOUS, WHOLE, Ask, Ledger, Outcome, RequestRecord, tally
 from specmortem.tools.load.prompts import is_right
 from specmortem.tools.load.result import AcceptedDrafts, Finding, Result, Sign, Status
 from specmortem.tools.load.settings import Settings
@@ -28,32 +28,7 @@ GRACE_S = 5.0
 LONGEST_VALUE = 1000
 NO_RECALL = "--check: the warm-up, alone on the server, did not recall its value"
 NOT_OFFERED = 501
-
-
-class Watcher(Protocol):
-    """Is told how a run goes on."""
-
-    def sent(self, ask: Ask) -> None:
-        """A request went out."""
-
-    def closed(self, record: RequestRecord) -> None:
-        """A request has its outcome."""
-
-    def say(self, line: str) -> None:
-        """Something to tell the user."""
-
-
-class Quiet:
-    """A watcher that does nothing."""
-
-    def sent(self, ask: Ask) -> None:
-        """Nothing."""
-
-    def closed(self, record: RequestRecord) -> None:
-        """Nothing."""
-
-    def say(self, line: str) -> None:
-        """Nothing."""
+Show = Callable[[int, RequestRecord | None], None]
 
 
 class Driver:
@@ -63,12 +38,16 @@ class Driver:
         self,
         settings: Settings,
         key: str = "",
-        watcher: Watcher | None = None,
+        say: Callable[[str], None] = lambda line: None,
+        show: Show = lambda in_flight, closed: None,
         checkpoint: Callable[[Result], None] = lambda result: None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`checkpoint` gets the result so far after each round."""
-        self.settings, self._watcher, self._checkpoint = settings, watcher or Quiet(), checkpoint
+        """After each round `say` gets a line, and `checkpoint` the result so far.
+
+        `show` gets the number of requests in flight whenever it changes, with the record where one was closed.
+        """
+        self.settings, self._say, self._show, self._checkpoint = settings, say, show, checkpoint
         self._client = Client(settings, key, transport)
         self.ledger = Ledger()
         self.acceptance = metrics.Acceptance()
@@ -88,7 +67,10 @@ class Driver:
 
         Raises UnavailableError when nothing answers at the start, BadInputError when no model is known.
         """
-        tasks = [asyncio.create_task(self._load()), asyncio.create_task(self._ended())]
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._load()),
+            asyncio.create_task(self._ending.wait()),
+        ]
         try:
             await asyncio.wait(tasks, timeout=self.settings.limits.run_s, return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done() and self.status is Status.RUNNING:
@@ -138,17 +120,14 @@ class Driver:
         """A name or a path, fit to keep."""
         return self._client.clean(text, LONGEST_VALUE)
 
-    async def _ended(self) -> None:
-        await self._ending.wait()
-
     async def _load(self) -> None:
         """Greet the server, warm up, send the rounds, and look at the server once more."""
         await self._greet()
-        self._watches = [asyncio.create_task(self._watch_health())]
+        self._watches = [asyncio.create_task(self._every(self.settings.health_s, self._check_health))]
         if self.settings.metrics_s:
             await self._scrape()
         if self.acceptance.offered:
-            self._watches.append(asyncio.create_task(self._watch_metrics()))
+            self._watches.append(asyncio.create_task(self._every(self.settings.metrics_s, self._scrape)))
         for number, concurrency, asks in self.settings.rounds():
             if number > 1:
                 await asyncio.sleep(self.settings.shape.pause_s)
@@ -183,8 +162,8 @@ class Driver:
         records = self.ledger.records[before:]
         if number == 0:
             self._after_warm_up(records)
-        counted = ", ".join(f"{n} {name}" for name, n in _tally(records).items())
-        self._watcher.say(f"{f'round {number}' if number else 'warm-up'}: {counted}")
+        counted = ", ".join(f"{n} {name}" for name, n in tally(records).items())
+        self._say(f"{f'round {number}' if number else 'warm-up'}: {counted}")
         self._checkpoint(self.result())
 
     async def _worker(self, asks: Iterator[Ask]) -> None:
@@ -193,7 +172,7 @@ class Driver:
             if self._ending.is_set():
                 return
             self.ledger.send(ask, self._now())
-            self._watcher.sent(ask)
+            self._show(self.ledger.in_flight, None)
             reply = await self._client.ask(ask)
             # An answer that came is judged and counted, even if the run ends meanwhile.
             closing = asyncio.create_task(self._close(ask, reply))
@@ -224,7 +203,7 @@ class Driver:
             self._note("the server gave no usage for some answers: their tokens were not counted")
         record = self._record(ask, reply, text, outcome, reason)
         self.ledger.close(record)
-        self._watcher.closed(record)
+        self._show(self.ledger.in_flight, record)
 
     def _record(self, ask: Ask, reply: Reply, text: str, outcome: Outcome, reason: str) -> RequestRecord:
         """The record of a reply, everything in it fit to keep."""
@@ -268,10 +247,10 @@ class Driver:
                 return Outcome.WRONG, _missed(ask, reply.token_ids)
         return Outcome.OK, ""
 
-    async def _watch_health(self) -> None:
+    async def _every(self, seconds: float, look: Callable[[], Awaitable[None]]) -> None:
         while not self._ending.is_set():
-            await asyncio.sleep(self.settings.health_s)
-            await self._check_health()
+            await asyncio.sleep(seconds)
+            await look()
 
     async def _check_health(self) -> None:
         """Ask /health; two bad answers half a second apart say that the server is dead, which ends the run."""
@@ -294,11 +273,6 @@ class Driver:
             return ""
         return f"/health says {status}" if _is_ill(status) else ""
 
-    async def _watch_metrics(self) -> None:
-        while not self._ending.is_set():
-            await asyncio.sleep(self.settings.metrics_s)
-            await self._scrape()
-
     async def _scrape(self) -> None:
         try:
             status, text = await self._client.get("/metrics")
@@ -313,12 +287,11 @@ class Driver:
         self._notes[text] = None
 
     def _finish(self) -> Result:
-        """Close what is open, weigh answers against their peers, and sum up the server's signs."""
+        """Weigh answers against their peers, and sum up the server's signs."""
         if self.status is Status.RUNNING:
             limited = self.ledger.sent < self.settings.planned
             self.status = Status.COUNT_LIMIT if limited else Status.FINISHED
             self.said = f"{self.settings.limits.requests} requests were allowed" if limited else ""
-        self.ledger.interrupt(f"in flight when the run ended: {self.said or self.status}", self._now())
         for id, reason in early_among_peers(self.ledger.records).items():
             self.ledger.amend(id, Outcome.EARLY_EOS, reason)
         for at_s in self.acceptance.restarts:
@@ -365,11 +338,7 @@ def _missed(ask: Ask, token_ids: list[int]) -> str:
     return f"token {at} of the answer is {token_ids[at]}, expected {ask.expected[at]}"
 
 
-def _tally(records: tuple[RequestRecord, ...]) -> dict[Outcome, int]:
-    return {o: n for o in Outcome if (n := sum(record.outcome is o for record in records))}
-
-
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """End tasks. Raises the first error among them that is not a cancellation."""
     for task in tasks:
         task.cancel()

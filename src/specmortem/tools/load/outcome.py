@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Self
@@ -115,10 +116,6 @@ class Ledger:
         """Those with an outcome, in the order of their outcomes."""
         return tuple(self._closed.values())
 
-    def counts(self) -> dict[Outcome, int]:
-        """Closed requests by outcome."""
-        return dict(Counter(record.outcome for record in self._closed.values()))
-
     def send(self, ask: Ask, at_s: float) -> None:
         """Note that a request goes out now. Raises ValueError for an id that went out before."""
         if ask.id in self._in_flight or ask.id in self._closed:
@@ -138,25 +135,24 @@ class Ledger:
             raise ValueError(f"request {id} is {self._closed[id].outcome}, which stands")
         self._closed[id] = self._closed[id].replace(outcome=outcome, reason=reason)
 
-    def interrupt(self, reason: str, now_s: float) -> None:
-        """Close what is in flight as interrupted."""
-        for ask, at_s in list(self._in_flight.values()):
-            self.close(interrupted(ask, reason, at_s, now_s))
-
     def as_interrupted(self, reason: str, now_s: float) -> tuple[RequestRecord, ...]:
-        """All records as they would be after `interrupt`, leaving the ledger as it is."""
-        pending = [interrupted(ask, reason, at_s, now_s) for ask, at_s in self._in_flight.values()]
+        """All records as they would be if this client gave up now, those in flight last."""
+        pending = [
+            RequestRecord(
+                ask.id,
+                ask.round,
+                Outcome.INTERRUPTED,
+                reason,
+                at_s,
+                max(0.0, now_s - at_s),
+                max_tokens=ask.max_tokens,
+            )
+            for ask, at_s in self._in_flight.values()
+        ]
         return (*self.records, *pending)
 
 
-def interrupted(ask: Ask, reason: str, at_s: float, now_s: float) -> RequestRecord:
-    """The record of a request that this client gave up."""
-    return RequestRecord(
-        ask.id,
-        ask.round,
-        Outcome.INTERRUPTED,
-        reason,
-        at_s,
-        max(0.0, now_s - at_s),
-        max_tokens=ask.max_tokens,
-    )
+def tally(records: Iterable[RequestRecord]) -> dict[Outcome, int]:
+    """Requests by outcome, in the order of the outcomes."""
+    counted = Counter(record.outcome for record in records)
+    return {outcome: counted[outcome] for outcome in Outcome if counted[outcome]}

@@ -14,7 +14,7 @@ from msgspec.structs import force_setattr
 from specmortem.convert import Amount, Count, Value
 from specmortem.errors import BadInputError
 from specmortem.tools.load.metrics import Window
-from specmortem.tools.load.outcome import UNREMARKABLE, DescribedEnum, Outcome, RequestRecord
+from specmortem.tools.load.outcome import UNREMARKABLE, DescribedEnum, Outcome, RequestRecord, tally
 from specmortem.verdict import read_json, write_atomically
 
 
@@ -112,12 +112,11 @@ class Result(Value, frozen=True, kw_only=True, tag_field="schema", tag=1):
         return tuple(finding for finding in self.findings if finding.kind in set(Sign))
 
     def _sums(self) -> dict[str, Any]:
-        counted = Counter(record.outcome for record in self.requests)
+        counts = tally(self.requests)
         found = []
-        for outcome in (each for each in Outcome if counted[each] and each not in UNREMARKABLE):
+        for outcome in (each for each in counts if each not in UNREMARKABLE):
             some = [r for r in self.requests if r.outcome is outcome]
             found.append(Finding(outcome.value, some[0].reason, tuple(r.id for r in some)))
-        counts = {outcome: counted[outcome] for outcome in Outcome if counted[outcome]}
         return {"sent": len(self.requests), "counts": counts, "findings": (*found, *self.signs)}
 
     @property
