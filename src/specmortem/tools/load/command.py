@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specmortem.tools.load.driver import Driver, Show
     from specmortem.tools.load.outcome import RequestRecord
     from specmortem.tools.load.result import Result
-    from specmortem.tools.load.settings import Settings, Shape
+    from specmortem.tools.load.settings import Settings
 
 FILE, PAGE = Path("load.json"), Path("load.html")
 SHAPE_NAMES = ("long-rounds", "short-ramp", "two-streams")
@@ -117,47 +117,27 @@ def _check_writable(out: Path) -> None:
 
 
 def _settings(options: dict[str, Any]) -> Settings:
-    """The settings that the options stand for."""
+    """The settings that the options stand for; the shape's own figures where none are given."""
     from specmortem.tools.load import address, prompts
-    from specmortem.tools.load.settings import Limits, Settings
-
-    limits = Limits(
-        requests=options["max_requests"],
-        run_s=options["max_time"],
-        response_bytes=options["max_bytes"],
-        first_byte_s=options["first_byte_timeout"],
-        idle_s=options["idle_timeout"],
-        connect_s=options["connect_timeout"],
-    )
-    same = ("model", "api", "warm_up", "seed", "check", "ignore_eos", "min_tokens")
-    return Settings(
-        url=address.base_url(options["url"], options["allow_host"]),
-        shape=_shape(options),
-        metrics_s=options["metrics_every"],
-        health_s=options["health_every"],
-        limits=limits,
-        prompts=prompts.read(options["prompts"]) if options["prompts"] else None,
-        allow_host=options["allow_host"],
-        **{name: options[name] for name in same},
-    )
-
-
-def _shape(options: dict[str, Any]) -> Shape:
-    """The named shape with what the options put in place of its own figures."""
-    from specmortem.tools.load.settings import SHAPES
+    from specmortem.tools.load.settings import OPTIONS, SHAPES, Limits, Settings
 
     shape = SHAPES[options["shape"]]
-    changes: dict[str, Any] = {
-        "requests": options["requests"],
-        "temperature": options["temperature"],
-        "stream": options["stream"],
-        "pause_s": options["pause"],
-        "request_s": options["request_timeout"],
+    values = options | {
+        "url": address.base_url(options["url"], options["allow_host"]),
         "prompt_tokens": _range("--prompt-tokens", options["prompt_tokens"]),
         "max_tokens": _range("--max-tokens", options["max_tokens"]),
         "concurrency": _concurrency(options["concurrency"], options["rounds"], shape.concurrency),
+        "rounds": None,
+        "prompts": prompts.read(options["prompts"]) if options["prompts"] else None,
     }
-    return replace(shape, **{name: value for name, value in changes.items() if value is not None})
+    places = {option[2:].replace("-", "_"): place for option, place in OPTIONS.items()}
+    places |= {name: name for name in ("check", "ignore_eos", "allow_host")} | {"stream": "shape.stream"}
+    parts: dict[str, dict[str, Any]] = {"": {}, "shape": {}, "limits": {}}
+    for name, place in places.items():
+        part, _, field = place.rpartition(".")
+        if values[name] is not None:
+            parts[part][field] = values[name]
+    return Settings(shape=replace(shape, **parts["shape"]), limits=Limits(**parts["limits"]), **parts[""])
 
 
 def _concurrency(text: str | None, rounds: int | None, own: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import random
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,35 @@ class Limits:
     connect_s: float = 10.0
 
 
+# Options with a value, and what of the settings it is.
+OPTIONS: Mapping[str, str] = {
+    "--url": "url",
+    "--shape": "shape.name",
+    "--model": "model",
+    "--api": "api",
+    "--seed": "seed",
+    "--concurrency": "shape.concurrency",
+    "--rounds": "shape.concurrency",
+    "--requests": "shape.requests",
+    "--prompt-tokens": "shape.prompt_tokens",
+    "--max-tokens": "shape.max_tokens",
+    "--temperature": "shape.temperature",
+    "--warm-up": "warm_up",
+    "--min-tokens": "min_tokens",
+    "--pause": "shape.pause_s",
+    "--metrics-every": "metrics_s",
+    "--health-every": "health_s",
+    "--request-timeout": "shape.request_s",
+    "--first-byte-timeout": "limits.first_byte_s",
+    "--idle-timeout": "limits.idle_s",
+    "--connect-timeout": "limits.connect_s",
+    "--max-requests": "limits.requests",
+    "--max-time": "limits.run_s",
+    "--max-bytes": "limits.response_bytes",
+    "--prompts": "prompts",
+}
+
+
 @dataclass(frozen=True)
 class Settings:
     """One run: where to, what, and how much at most.
@@ -190,37 +220,18 @@ class Settings:
 
         Of an absolute path of --prompts only the file's name is told: run it in that folder.
         """
-        shape, limits = self.shape, self.limits
-        options: dict[str, object] = {
-            "--url": self.url,
-            "--shape": shape.name,
-            "--model": self.model,
-            "--api": self.api,
-            "--seed": self.seed,
+        shape = self.shape
+        values = {option: attrgetter(place)(self) for option, place in OPTIONS.items()} | {
             "--concurrency": ",".join(map(str, shape.concurrency)),
             "--rounds": len(shape.concurrency),
-            "--requests": shape.requests,
             "--prompt-tokens": "{}-{}".format(*shape.prompt_tokens),
             "--max-tokens": "{}-{}".format(*shape.max_tokens),
-            "--temperature": shape.temperature,
-            "--warm-up": self.warm_up,
-            "--min-tokens": self.min_tokens,
-            "--pause": shape.pause_s,
-            "--metrics-every": self.metrics_s,
-            "--health-every": self.health_s,
-            "--request-timeout": shape.request_s,
-            "--first-byte-timeout": limits.first_byte_s,
-            "--idle-timeout": limits.idle_s,
-            "--connect-timeout": limits.connect_s,
-            "--max-requests": limits.requests,
-            "--max-time": limits.run_s,
-            "--max-bytes": limits.response_bytes,
             "--prompts": _without_folders(self.prompts.path) if self.prompts else "",
         }
+        pairs = [(name, value) for name, value in values.items() if value != ""]
+        pairs += [("--allow-host", host) for host in self.allow_host]
         flags = ["--stream" if shape.stream else "--no-stream"]
         flags += ["--check"] * self.check + ["--ignore-eos"] * self.ignore_eos
-        pairs = [(name, value) for name, value in options.items() if value != ""]
-        pairs += [("--allow-host", host) for host in self.allow_host]
         words = [word for name, value in pairs for word in (name, clean(str(value)))]
         return shlex.join(["specmortem", "load", *words, *flags])
 
