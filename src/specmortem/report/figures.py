@@ -31,10 +31,15 @@ Record = Mapping[str, Any]
 
 def show(figure: Figure, alt: str) -> None:
     """Display a figure as SVG with its text alternative."""
+    display(SVG(svg(figure, Title=alt)), metadata={"image/svg+xml": {"alt": alt}})  # type: ignore[no-untyped-call]
+
+
+def svg(figure: Figure, **metadata: str) -> str:
+    """A figure as an SVG document, the same for the same figure."""
     buffer = io.StringIO()
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Title": alt})
-    display(SVG(buffer.getvalue()), metadata={"image/svg+xml": {"alt": alt}})  # type: ignore[no-untyped-call]
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, **metadata})
+    return buffer.getvalue()
 
 
 def figure(rows: int, height: float, title: str) -> tuple[Figure, list[Axes]]:

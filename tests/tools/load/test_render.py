@@ -4,9 +4,10 @@ import re
 
 import pytest
 
+from specmortem.report import figures
 from specmortem.tools.load.metrics import Window
 from specmortem.tools.load.outcome import Outcome, RequestRecord
-from specmortem.tools.load.render import as_run, page, rounds
+from specmortem.tools.load.render import ROUND_COLUMNS, as_run, page, rounds
 from specmortem.tools.load.result import AcceptedDrafts, Result, Status
 
 from .servers import settings
@@ -56,10 +57,13 @@ def test_rounds_that_are_alike_are_told_once(figures, said):
 
 
 def test_an_answer_that_is_not_streamed_has_no_first_text():
-    streamed, whole = (rounds(result(record(0), stream=stream))[0] for stream in (True, False))
-    assert streamed.first_text_s == 0.25
-    assert whole.first_text_s is None
-    assert streamed.request_s == whole.request_s == 1.0
+    streamed, whole = (
+        dict(zip(ROUND_COLUMNS, rounds(result(record(0), stream=stream))[0], strict=True))
+        for stream in (True, False)
+    )
+    assert streamed["first text, s"] == 0.25
+    assert whole["first text, s"] is None
+    assert streamed["request, s"] == whole["request, s"] == 1.0
 
 
 def test_crosses_are_told_of_where_there_are_some():
@@ -68,10 +72,8 @@ def test_crosses_are_told_of_where_there_are_some():
 
 
 def test_acceptance_stands_over_the_time_of_the_whole_run(monkeypatch):
-    from specmortem.tools.load import render
-
     drawn = []
-    monkeypatch.setattr(render, "_svg", lambda made: drawn.append(made) or "")
+    monkeypatch.setattr(figures, "svg", lambda made: drawn.append(made) or "<svg/>")
     window = Window(1.0, 3.0, 100, 300, 240, (0.9, 0.8, 0.7))
     page(result(record(0), windows=(window,)))
     assert drawn[1].axes[0].get_xlim() == (0, 8.0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -16,40 +14,30 @@ from specmortem.tools.load.result import COMPLETE, Finding, Result
 from specmortem.tools.load.signs import EARLY_RULE, LOOP_RULE
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
 
 IDS_SHOWN = 6
 ROUND_COLUMNS = ("round", "sent", "ok", "first text, s", "request, s", "longest, s", "tokens/s")
+RoundFigures = tuple[int, int, int, float | None, float | None, float | None, float | None]
 
 
-@dataclass(frozen=True)
-class Round:
-    """Figures of a round. Seconds are medians over whole answers.
+def rounds(result: Result) -> list[RoundFigures]:
+    """`ROUND_COLUMNS` of each round, the warm-up as round 0.
 
-    `first_text_s` is None where answers are not streamed, `tokens_per_s` without counts.
+    Seconds are those of whole answers, medians and the longest. The first text is None where answers are not
+    streamed, tokens a second without counts.
     """
-
-    number: int
-    sent: int
-    ok: int
-    first_text_s: float | None
-    request_s: float | None
-    longest_s: float | None
-    tokens_per_s: float | None
-
-
-def rounds(result: Result) -> list[Round]:
-    """Figures by round, the warm-up as round 0."""
     numbers = sorted({record.round for record in result.requests})
     streamed = result.settings["shape"]["stream"]
     return [_round(number, [r for r in result.requests if r.round == number], streamed) for number in numbers]
 
 
-def _round(number: int, records: Sequence[RequestRecord], streamed: bool) -> Round:
+def _round(number: int, records: Sequence[RequestRecord], streamed: bool) -> RoundFigures:
     ok = [r for r in records if r.outcome is Outcome.OK]
     span = max(r.started_s + r.seconds for r in records) - min(r.started_s for r in records)
     tokens = [r.completion_tokens for r in records if r.completion_tokens is not None]
-    return Round(
+    return (
         number,
         len(records),
         len(ok),
@@ -131,9 +119,15 @@ def terminal(result: Result, console: Console | None = None) -> None:
     write_lines((Line(f"note: {note}", OPEN) for note in result.notes), console)
 
 
-def _cells(r: Round) -> tuple[str, ...]:
-    seconds = (number(r.first_text_s), number(r.request_s), number(r.longest_s))
-    return (str(r.number or "warm-up"), str(r.sent), str(r.ok), *seconds, number(r.tokens_per_s, 1))
+def _cells(figures: RoundFigures) -> tuple[str, ...]:
+    round_number, sent, ok, *seconds, tokens_per_s = figures
+    return (
+        str(round_number or "warm-up"),
+        str(sent),
+        str(ok),
+        *map(number, seconds),
+        number(tokens_per_s, 1),
+    )
 
 
 def page(result: Result) -> str:
@@ -163,17 +157,18 @@ def page(result: Result) -> str:
     )
 
 
-def _figures(result: Result) -> list[tuple[str, str]]:
+def _figures(result: Result) -> Iterator[tuple[str, str]]:
     """(SVG, what it shows) of the requests over time, and of acceptance where it was offered."""
-    found = []
-    if result.requests:
-        found.append(_requests_figure(result))
-    if result.acceptance.windows:
-        found.append(_acceptance_figure(result))
-    return found
+    from specmortem.report.figures import svg
+
+    drawn = [_requests_figure(result)] if result.requests else []
+    drawn += [_acceptance_figure(result)] if result.acceptance.windows else []
+    for made, told in drawn:
+        document = svg(made)
+        yield document[document.index("<svg") :], told
 
 
-def _requests_figure(result: Result) -> tuple[str, str]:
+def _requests_figure(result: Result) -> tuple[Figure, str]:
     from specmortem.report.figures import FAULT, NEUTRAL, REQUEST_COLOURS, figure
 
     bad = sum(_kind(record) == "detected" for record in result.requests)
@@ -193,14 +188,14 @@ def _requests_figure(result: Result) -> tuple[str, str]:
     ax.invert_yaxis()
     ax.legend(frameon=False, fontsize=8, loc="upper right")
     told = f"{len(ordered)} requests, each a line from its start to its end"
-    return _svg(made), told + (f"; {bad} end with a cross" if bad else "")
+    return made, told + (f"; {bad} end with a cross" if bad else "")
 
 
 def _kind(record: RequestRecord) -> str:
     return record.outcome.value if record.outcome in UNREMARKABLE else "detected"
 
 
-def _acceptance_figure(result: Result) -> tuple[str, str]:
+def _acceptance_figure(result: Result) -> tuple[Figure, str]:
     from specmortem.report.figures import REQUEST_COLOURS, figure
 
     windows = result.acceptance.windows
@@ -219,17 +214,4 @@ def _acceptance_figure(result: Result) -> tuple[str, str]:
     ax.set_ylabel("accepted")
     ax.legend(frameon=False, fontsize=8)
     told = f"from {first.rate:.1%} in the first window to {last.rate:.1%} in the last, by draft position"
-    return _svg(made), told
-
-
-def _svg(made: object) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    from specmortem.report.figures import STYLE
-
-    assert isinstance(made, Figure)
-    buffer = io.StringIO()
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        made.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()[buffer.getvalue().index("<svg") :]
+    return made, told
