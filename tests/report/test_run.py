@@ -18,6 +18,7 @@ import papermill.engines
 import papermill.execute
 import pytest
 from click.testing import CliRunner
+from jupyter_client.manager import AsyncKernelManager
 from jupyter_core.utils import ensure_event_loop
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NotebookExecutionManager
@@ -454,7 +455,7 @@ def test_a_sigint_that_is_ignored_stays_ignored(repository, ctrl_c):
 
 
 def test_a_second_ctrl_c_raises_at_once(ctrl_c):
-    with pytest.raises(KeyboardInterrupt), _Interruption():
+    with pytest.raises(KeyboardInterrupt), _Interruption(AsyncKernelManager()):
         ctrl_c()
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()
@@ -462,7 +463,7 @@ def test_a_second_ctrl_c_raises_at_once(ctrl_c):
 
 def test_outside_the_main_thread_no_handler_is_set(ctrl_c):
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(_Interruption().__enter__).result()
+        pool.submit(_Interruption(AsyncKernelManager()).__enter__).result()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -14,18 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import papermill
-from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.kernelspec import NATIVE_KERNEL_NAME, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
-from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import Engine, papermill_engines
 from papermill.log import logger
-from traitlets import Instance
 
-ENGINE = KERNEL = "specmortem"
+ENGINE = "specmortem"
 
 
 def execute(
@@ -45,21 +42,35 @@ def execute(
     """
     logger.setLevel("CRITICAL")
     papermill_engines.register(ENGINE, _Engine)
-    with _Interruption() as interruption, tempfile.TemporaryDirectory(prefix="specmortem-kernel-") as folder:
+    kernel = AsyncKernelManager(
+        kernel_name=NATIVE_KERNEL_NAME,
+        kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # of this interpreter, whatever is installed
+    )
+    with (
+        _Interruption(kernel) as interruption,
+        tempfile.TemporaryDirectory(prefix="specmortem-kernel-") as home,
+    ):
         papermill.execute_notebook(
             str(notebook),
             str(executed),
             parameters=dict(parameters),
             engine_name=ENGINE,
-            kernel_name=KERNEL,
+            kernel_name=NATIVE_KERNEL_NAME,
             language="python",
             progress_bar=False,
             cwd=str(cwd),
-            kernel=_Kernel(spec=_kernel_spec(folder)),
+            kernel=kernel,
+            env=_environment(home),
             deadline=None if timeout_s is None else time.monotonic() + timeout_s,
             interruption=interruption,
             on_section=on_section,
         )
+
+
+def _environment(home: str) -> dict[str, str]:
+    """Without the user's IPython profile; the kernel works in another folder, so PYTHONPATH is resolved here."""
+    python_path = [str(Path(p).absolute()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return {**os.environ, "IPYTHONDIR": home, "PYTHONPATH": os.pathsep.join(python_path)}
 
 
 class _Interruption:
@@ -71,10 +82,9 @@ class _Interruption:
     that a shell put into the background, and outside the main thread.
     """
 
-    def __init__(self) -> None:
-        self._asked = False
-        self._kernel: Popen[bytes] | None = None
-        self._catches = False
+    def __init__(self, kernel: AsyncKernelManager) -> None:
+        self._kernel = kernel
+        self._asked = self._catches = False
 
     def __enter__(self) -> _Interruption:
         main_thread = threading.current_thread() is threading.main_thread()
@@ -93,44 +103,18 @@ class _Interruption:
         if self._asked:
             raise KeyboardInterrupt
 
-    def watch(self, kernel: Popen[bytes]) -> None:
-        """End `kernel`, which leads a process group, at Ctrl-C or now if that came before."""
-        self._kernel = kernel
-        if self._asked:
-            self._end_kernel()
-
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self._asked:
             signal.default_int_handler(number, frame)
         self._asked = True
-        self._end_kernel()
+        self.end_kernel()
 
-    def _end_kernel(self) -> None:
-        if self._kernel is not None and self._kernel.returncode is None:
+    def end_kernel(self) -> None:
+        """End the kernel, which leads a process group, if there was a Ctrl-C and it runs."""
+        process: Popen[bytes] | None = getattr(self._kernel.provisioner, "process", None)
+        if self._asked and process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
-                os.killpg(self._kernel.pid, signal.SIGKILL)
-
-
-class _Kernel(AsyncKernelManager):
-    """A kernel of this interpreter, whatever others are installed, without the user's IPython profile."""
-
-    spec = Instance(KernelSpec)
-
-    @property
-    def kernel_spec(self) -> KernelSpec:
-        """Its own, not one that is looked up by name."""
-        return self.spec
-
-
-def _kernel_spec(folder: str) -> KernelSpec:
-    """The kernel works in another folder, so relative entries of PYTHONPATH are resolved here."""
-    python_path = [str(Path(p).absolute()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return KernelSpec(
-        argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=50"],
-        display_name="Python 3",
-        language="python",
-        env={"IPYTHONDIR": folder, "PYTHONPATH": os.pathsep.join(python_path)},
-    )
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 class _Engine(Engine):  # type: ignore[misc]
@@ -140,42 +124,34 @@ class _Engine(Engine):  # type: ignore[misc]
     """
 
     @classmethod
-    def nb_kernel_name(cls, nb: Any, name: str | None = None) -> str:
-        """The kernel is given, not looked up."""
-        return KERNEL
-
-    @classmethod
     def execute_managed_notebook(
         cls,
         nb_man: Any,
         kernel_name: str,
-        kernel: _Kernel,
+        kernel: AsyncKernelManager,
+        env: Mapping[str, str],
         interruption: _Interruption,
         on_section: Callable[[str], None],
         deadline: float | None = None,
-        start_timeout: int = 60,
         **_: Any,
     ) -> None:
         def remaining(cell: Any) -> float | None:
             return None if deadline is None else max(deadline - time.monotonic(), 0.01)
 
         def begin(cell: Any, cell_index: int) -> None:
-            if cell.cell_type == "markdown" and (
-                title := re.search(r"^## +(.+)$", cell.source, re.MULTILINE)
-            ):
+            title = re.search(r"^## +(.+)$", cell.source, re.MULTILINE)
+            if cell.cell_type == "markdown" and title:
                 on_section(title[1])
 
         interruption.check()
         client = PapermillNotebookClient(
             nb_man,
-            kernel_name=kernel_name,
-            startup_timeout=start_timeout,
             timeout_func=remaining,
             on_cell_start=begin,
+            extra_arguments=["--log-level=50"],
             log=logger,
         )
         client.km = kernel  # given to its constructor it would not be the client's to end
-        client.start_new_kernel()
-        if (process := cast("LocalProvisioner", kernel.provisioner).process) is not None:
-            interruption.watch(process)
+        client.start_new_kernel(env=env)
+        interruption.end_kernel()
         client.execute()
