@@ -20,19 +20,20 @@ from specmortem.errors import UnavailableError
     ],
 )
 def test_versions_are_held_against_the_accepted_range(found, word, meaning):
-    assert doctor._version("torch", found) == Check("torch", word, meaning, required=True)
+    check = doctor._check("torch", lambda: doctor._version("torch", found))
+    assert check == Check("torch", word, meaning, required=True)
 
 
 def test_this_python_is_accepted():
-    assert doctor.CHECKS["python"]().word == "ok"
-    assert platform.python_version() in doctor.CHECKS["python"]().meaning
+    word, meaning = doctor.CHECKS["python"]()
+    assert word == "ok" and platform.python_version() in meaning
 
 
 def test_a_check_that_cannot_be_made_is_missing_with_the_reason():
     def refuse():
         raise UnavailableError("pip is configured with no-index")
 
-    assert doctor._guarded("package index", refuse) == Check(
+    assert doctor._check("package index", refuse) == Check(
         "package index", "missing", "UnavailableError: pip is configured with no-index"
     )
 
@@ -41,21 +42,21 @@ def test_a_required_check_that_cannot_be_made_stays_required():
     def refuse():
         raise ImportError("no triton")
 
-    assert doctor._guarded("interpreter hooks", refuse).required
+    assert doctor._check("interpreter hooks", refuse).required
 
 
 def test_a_program_is_looked_for_on_path(tmp_path, monkeypatch):
     tool = tmp_path / "compute-sanitizer"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.CHECKS["compute-sanitizer"]().word == "missing"
+    assert doctor.CHECKS["compute-sanitizer"]()[0] == "missing"
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)
-    assert str(tool) in doctor.CHECKS["compute-sanitizer"]().meaning
+    assert str(tool) in doctor.CHECKS["compute-sanitizer"]()[1]
 
 
 def test_an_optional_package_that_is_absent_says_what_is_lost(monkeypatch):
     monkeypatch.setattr(doctor, "_installed", lambda name: None)
-    assert doctor.CHECKS["vllm"]() == Check(
+    assert doctor._check("vllm", doctor.CHECKS["vllm"]) == Check(
         "vllm", "missing", "not installed: the subject 'installed' is not judged"
     )
 
@@ -73,12 +74,12 @@ def test_why_there_is_no_cuda_device(monkeypatch, cuda, available, word, said):
     torch.version = SimpleNamespace(cuda=cuda)
     torch.cuda = SimpleNamespace(is_available=lambda: available, get_device_name=lambda index: "H200")
     monkeypatch.setitem(sys.modules, "torch", torch)
-    check = doctor._cuda()
-    assert check.word == word
-    assert said in check.meaning
+    found, meaning = doctor._cuda()
+    assert found == word
+    assert said in meaning
 
 
 def test_every_check_has_a_line_of_its_own_name(monkeypatch):
-    monkeypatch.setattr(doctor, "_index", lambda: Check("package index", "ok", "stand-in"))
+    monkeypatch.setattr(doctor, "_index", lambda: ("ok", "stand-in"))
     monkeypatch.setitem(doctor.CHECKS, "package index", doctor._index)
     assert [check.name for check in doctor.examine()] == list(doctor.CHECKS)
