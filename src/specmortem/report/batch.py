@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RunResult:
-    """How one notebook went; `folder` is None where nothing could be written."""
+    """How one notebook went."""
 
     slug: str
     status: Status
     reason: str
     seconds: float
-    folder: Path | None = None
     results: Results | None = None
 
     @property
@@ -56,13 +55,24 @@ class RunResult:
 
 @dataclass(frozen=True)
 class _Job:
-    """A notebook to run; `problem` says why it cannot be."""
+    """A notebook to run, with all its parameters but `results_path`; `problem` says why it cannot be.
+
+    The overview has no incident.
+    """
 
     slug: str
-    notebook: Path
     incident: Facts | None
-    parameters: Mapping[str, Any]
+    root: Path
+    out: Path
+    timeout_s: float | None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
+
+    @property
+    def notebook(self) -> Path:
+        """Of the incident, or of all of them."""
+        overview = self.root.parent / "notebooks" / OVERVIEW_NOTEBOOK
+        return fact_files.notebook(self.incident, self.root) if self.incident else overview
 
 
 def run(
@@ -87,12 +97,16 @@ def run(
     html.exporter()
     root, out = root or fact_files.find_root(), out.absolute()
     standard = {"device": device, "quick": quick, "results_dir": str(out)}
-    jobs = [_job(slug, root, params or {}, standard) for slug in slugs]
+    incidents = {slug: fact_files.load(slug, root) for slug in slugs if slug != OVERVIEW}
+    jobs = [
+        _with_parameters(_Job(slug, incidents.get(slug), root, out, timeout_s), params or {}, standard)
+        for slug in slugs
+    ]
     _claim(out, slugs)
     found: dict[str, RunResult] = {}
     try:
         for group in ([job for job in jobs if job.incident], [job for job in jobs if not job.incident]):
-            with closing(_run_all(group, out, root, timeout_s, say, at_a_time, device)) as results:
+            with closing(_run_all(group, say, at_a_time, device)) as results:
                 for result in results:
                     found[result.slug] = result
                     say(f"{result.slug}: {result.status} in {result.seconds:.0f} s {result.reason}".rstrip())
@@ -105,13 +119,7 @@ def run(
 
 
 def _run_all(
-    jobs: Sequence[_Job],
-    out: Path,
-    root: Path,
-    timeout_s: float | None,
-    say: Say,
-    at_a_time: int | None,
-    device: str,
+    jobs: Sequence[_Job], say: Say, at_a_time: int | None, device: str
 ) -> Generator[RunResult, None, None]:
     """The results as the notebooks end: of one at a time in this process, else each in a process of its own."""
     count, why = workers.count(len(jobs), at_a_time, device)
@@ -119,15 +127,14 @@ def _run_all(
         say(f"{count} of {len(jobs)} notebooks at a time: {why}")
     if count <= 1:
         for job in jobs:
-            yield _run_job(job, out, root, timeout_s, say)
+            yield _run_job(job, say)
         return
-    calls = {job.slug: (job, out, root, timeout_s) for job in jobs}
-    with closing(workers.side_by_side(_run_job, calls, count, say)) as results:
-        for slug, ended in results:
+    with closing(workers.side_by_side(_run_job, jobs, count, say)) as results:
+        for job, ended in results:
             if isinstance(ended, workers.Death):
-                for scratch in out.glob(f".{slug}.*"):
+                for scratch in job.out.glob(f".{job.slug}.*"):
                     shutil.rmtree(scratch, ignore_errors=True)
-                ended = RunResult(slug, "could-not-run", ended.reason, ended.seconds)
+                ended = RunResult(job.slug, "could-not-run", ended.reason, ended.seconds)
             yield ended
 
 
@@ -143,19 +150,14 @@ def write_index(out: Path, root: Path) -> Path:
     return write_atomically(out / INDEX, html.index_page(entries))
 
 
-def _job(slug: str, root: Path, params: Mapping[str, str], standard: Mapping[str, Any]) -> _Job:
-    """What to run for a slug, with all its parameters but `results_path`."""
-    incident = None if slug == OVERVIEW else fact_files.load(slug, root)
-    overview = root.parent / "notebooks" / OVERVIEW_NOTEBOOK
-    notebook = fact_files.notebook(incident, root) if incident else overview
+def _with_parameters(job: _Job, params: Mapping[str, str], standard: Mapping[str, Any]) -> _Job:
     try:
-        declared = declared_parameters(notebook)
+        declared = declared_parameters(job.notebook)
     except SpecmortemError as error:
-        return _Job(slug, notebook, incident, {}, str(error))
+        return replace(job, problem=str(error))
     chosen = {name: value for name, value in standard.items() if name in declared}
-    return _Job(
-        slug, notebook, incident, chosen | chosen_parameters(slug, params, declared, lenient=incident is None)
-    )
+    chosen |= chosen_parameters(job.slug, params, declared, lenient=job.incident is None)
+    return replace(job, parameters=chosen)
 
 
 def _claim(out: Path, slugs: Sequence[str]) -> None:
@@ -175,23 +177,23 @@ def _claim(out: Path, slugs: Sequence[str]) -> None:
             )
 
 
-def _run_job(job: _Job, out: Path, root: Path, timeout_s: float | None, say: Say) -> RunResult:
-    start = time.monotonic()
+def _run_job(job: _Job, say: Say) -> RunResult:
+    start, folder = time.monotonic(), job.out / job.slug
     say(f"{job.slug}: running {job.notebook.name}")
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{job.slug}.", dir=out) as scratch:
+        with tempfile.TemporaryDirectory(prefix=f".{job.slug}.", dir=job.out) as scratch:
             stage = Path(scratch) / "new"
             stage.mkdir()
-            status, reason, results = _judge(job, stage, *_execute(job, stage, root, timeout_s, say))
-            run = _finish(job, stage, root, RunRecord(job.slug, status, _now(), reason), results)
-            _publish(stage, out / job.slug)
-        return RunResult(job.slug, run.status, run.reason, time.monotonic() - start, out / job.slug, results)
+            status, reason, results = _judge(job, stage, *_execute(job, stage, say))
+            run = _finish(job, stage, RunRecord(job.slug, status, _now(), reason), results)
+            _publish(stage, folder)
+        return RunResult(job.slug, run.status, run.reason, time.monotonic() - start, results)
     except OSError as error:
-        reason = f"cannot write {out / job.slug}: {error.strerror or error}; nothing was written there"
+        reason = f"cannot write {folder}: {error.strerror or error}; nothing was written there"
         return RunResult(job.slug, "could-not-run", reason, time.monotonic() - start)
 
 
-def _execute(job: _Job, stage: Path, root: Path, timeout_s: float | None, say: Say) -> tuple[Status, str]:
+def _execute(job: _Job, stage: Path, say: Say) -> tuple[Status, str]:
     """Run the notebook into `stage`; a disk that refuses raises OSError."""
     if job.problem:
         return "could-not-run", job.problem
@@ -200,8 +202,8 @@ def _execute(job: _Job, stage: Path, root: Path, timeout_s: float | None, say: S
             job.notebook,
             stage / EXECUTED,
             parameters={**job.parameters, "results_path": str(stage / RESULTS)},
-            cwd=root.parent,
-            timeout_s=timeout_s,
+            cwd=job.root.parent,
+            timeout_s=job.timeout_s,
             on_section=lambda title: say(f"{job.slug}: {title}"),
         )
     except PapermillExecutionError as error:
@@ -209,7 +211,10 @@ def _execute(job: _Job, stage: Path, root: Path, timeout_s: float | None, say: S
         said = f"{error.ename}: {error.evalue}".strip().rstrip(":")
         return ("failed" if failed else "could-not-run"), f"{said} (cell {error.cell_index})"
     except CellTimeoutError:
-        return "could-not-run", f"not finished after the time limit of {timeout_s:g} s; the kernel was killed"
+        return (
+            "could-not-run",
+            f"not finished after the time limit of {job.timeout_s:g} s; the kernel was killed",
+        )
     except DeadKernelError:
         return "could-not-run", "the kernel died"
     except OSError:
@@ -247,7 +252,7 @@ def _load_results(incident: Facts, path: Path) -> Results:
     return results
 
 
-def _finish(job: _Job, stage: Path, root: Path, run: RunRecord, results: Results | None) -> RunRecord:
+def _finish(job: _Job, stage: Path, run: RunRecord, results: Results | None) -> RunRecord:
     """Write the executed notebook with its run record, and the page; a run without a page did not finish."""
     executed = stage / EXECUTED
     notebook = html.read_notebook(executed) if executed.exists() else nbformat.v4.new_notebook()
@@ -257,8 +262,8 @@ def _finish(job: _Job, stage: Path, root: Path, run: RunRecord, results: Results
         run = replace(run, status="could-not-run", reason=str(error))
         page = html.page(nbformat.v4.new_notebook(), job.incident, results, run)
     notebook.metadata["specmortem"] = vars(run)
-    executed.write_text(_relative(nbformat.writes(notebook) + "\n", stage, root.parent), encoding="utf-8")
-    (stage / PAGE).write_text(_relative(page, stage, root.parent), encoding="utf-8")
+    executed.write_text(_relative(nbformat.writes(notebook) + "\n", stage, job.root.parent), encoding="utf-8")
+    (stage / PAGE).write_text(_relative(page, stage, job.root.parent), encoding="utf-8")
     return run
 
 
@@ -271,15 +276,13 @@ def _relative(text: str, *folders: Path) -> str:
 
 def _publish(stage: Path, target: Path) -> None:
     """Put the staged folder in place of an earlier one, which comes back when the move fails."""
-    if target.exists():
-        old = target.rename(stage.with_name("old"))
-        try:
-            stage.rename(target)
-        except OSError:
-            old.rename(target)
-            raise
-    else:
+    old = target.rename(stage.with_name("old")) if target.exists() else None
+    try:
         stage.rename(target)
+    except OSError:
+        if old:
+            old.rename(target)
+        raise
 
 
 def _now() -> str:

@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -21,6 +22,7 @@ from specmortem import isolation
 NOTEBOOK_BYTES = 1180 << 20  # a kernel, its supervisor and its arms, summed PSS
 GRACE_S = 20.0  # for a worker that was interrupted to end its kernel
 PR_SET_PDEATHSIG = 1
+Say = Callable[[str], None]
 
 
 def count(notebooks: int, asked: int | None, device: str) -> tuple[int, str]:
@@ -66,6 +68,7 @@ class Death:
 class _Worker:
     """A process, and the near end of the pipe on which it says lines and at last gives its result."""
 
+    job: Any
     process: BaseProcess
     pipe: Connection
     began: float
@@ -80,25 +83,21 @@ class _Worker:
 
 
 def side_by_side(
-    function: Callable[..., Any],
-    calls: Mapping[str, tuple[Any, ...]],
-    at_a_time: int,
-    say: Callable[[str], None],
-) -> Generator[tuple[str, Any], None, None]:
-    """(name, result or Death) of `function(*arguments, say)` for each call, as they end.
+    function: Callable[[Any, Say], Any], jobs: Iterable[Any], at_a_time: int, say: Say
+) -> Generator[tuple[Any, Any], None, None]:
+    """(job, result or Death) of `function(job, say)` for each job, as they end.
 
     Cores are shared out among them. Ctrl-C, or a caller that stops, interrupts all that run; so does its death, on
     Linux.
     """
-    waiting, running = dict(calls), dict[str, _Worker]()
+    waiting, running = deque(jobs), list[_Worker]()
     share = max(1, (os.cpu_count() or 1) // at_a_time)
     try:
         while waiting or running:
             while waiting and len(running) < at_a_time:
-                name = next(iter(waiting))
-                running[name] = _started(function, waiting.pop(name), share)
-            ready = wait([worker.pipe for worker in running.values()])
-            for name, worker in [(n, w) for n, w in running.items() if w.pipe in ready]:
+                running.append(_started(function, waiting.popleft(), share))
+            ready = wait([worker.pipe for worker in running])
+            for worker in [each for each in running if each.pipe in ready]:
                 try:
                     kind, value = worker.pipe.recv()
                 except EOFError:
@@ -106,25 +105,23 @@ def side_by_side(
                 if kind == "say":
                     say(value)
                     continue
-                del running[name]
+                running.remove(worker)
                 worker.process.join(GRACE_S)
-                yield name, value
+                yield worker.job, value
     finally:
-        _interrupt(running.values())
+        _interrupt(running)
 
 
-def _started(function: Callable[..., Any], arguments: tuple[Any, ...], share: int) -> _Worker:
+def _started(function: Callable[[Any, Say], Any], job: Any, share: int) -> _Worker:
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(far, os.getpid(), share, function, arguments))
+    process = context.Process(target=_work, args=(far, os.getpid(), share, function, job))
     process.start()
     far.close()
-    return _Worker(process, near, time.monotonic())
+    return _Worker(job, process, near, time.monotonic())
 
 
-def _work(
-    pipe: Connection, parent: int, share: int, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _work(pipe: Connection, parent: int, share: int, function: Callable[[Any, Say], Any], job: Any) -> None:
     """In the worker: in a session of its own, so that Ctrl-C comes from the caller alone."""
     os.setsid()
     if sys.platform == "linux":
@@ -132,12 +129,11 @@ def _work(
     os.environ[isolation.PARALLEL] = str(share)
     with suppress(KeyboardInterrupt):
         if os.getppid() == parent:
-            pipe.send(("result", function(*arguments, lambda line: pipe.send(("say", line)))))
+            pipe.send(("result", function(job, lambda line: pipe.send(("say", line)))))
 
 
-def _interrupt(workers: Iterable[_Worker]) -> None:
+def _interrupt(workers: Sequence[_Worker]) -> None:
     """As by Ctrl-C; those that do not end then are killed."""
-    workers = list(workers)
     for worker in workers:
         with suppress(ProcessLookupError):
             os.kill(worker.process.pid or 0, signal.SIGINT)
