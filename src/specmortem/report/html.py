@@ -25,8 +25,6 @@ from specmortem.report.summary import Summary, summarize
 from specmortem.report.terminal import MARKS
 from specmortem.verdict import Results, write_atomically
 
-__all__ = ["RunRecord", "check_self_contained", "index_page", "page", "render", "standalone", "summary_html"]
-
 TEMPLATES = Path(__file__).with_name("template")
 EXECUTED, RESULTS, PAGE, INDEX = "executed.ipynb", "results.json", "postmortem.html", "index.html"
 OVERVIEW = "overview"
@@ -109,7 +107,10 @@ def page(
     """
     notebook, heading = _without_title(notebook)
     body = _body(notebook)
-    text: str = _template("page.html.j2").render(
+    return standalone(
+        TEMPLATES,
+        "page.html.j2",
+        run.slug,
         title=incident.title if incident else heading or run.slug,
         summary=summarize(incident, results, run.date) if incident else None,
         run=run,
@@ -117,20 +118,19 @@ def page(
         contents=[(m["id"], Markup(m["text"]).striptags()) for m in HEADING.finditer(body)],
         body=Markup(body),
     )
-    return _self_contained(text, run.slug)
 
 
-def summary_html(incident: Facts, results: Results | None, date: str = "") -> str:
-    """The summary box alone, for display in a notebook."""
-    return str(_template("summary.html.j2").render(summary=summarize(incident, results, date)))
-
-
-def index_page(entries: Iterable[tuple[RunRecord, Summary | None]], title: str = "Postmortems") -> str:
+def index_page(entries: Iterable[tuple[RunRecord, Summary | None]]) -> str:
     """The page that lists the postmortems of a run."""
-    return _self_contained(_template("index.html.j2").render(title=title, entries=list(entries)), INDEX)
+    return standalone(TEMPLATES, "index.html.j2", INDEX, entries=list(entries))
 
 
-def _self_contained(text: str, name: str) -> str:
+def standalone(folder: Path, template: str, name: str, **context: Any) -> str:
+    """A page of `template`, which lies in `folder`; what it includes lies here.
+
+    Raises BadInputError when a text would make the page of `name` fetch or run something.
+    """
+    text = _environment(folder).get_template(template).render(**context)
     if problems := check_self_contained(text):
         raise BadInputError(
             f"the page of {name} would not stand alone: {'; '.join(problems[:3])}; change that output"
@@ -138,16 +138,8 @@ def _self_contained(text: str, name: str) -> str:
     return text
 
 
-def standalone(folder: Path, template: str, name: str, **context: Any) -> str:
-    """A page of another part of the package: `template` lies in `folder`, what it includes here.
-
-    Raises BadInputError when a text would make the page of `name` fetch or run something.
-    """
-    return _self_contained(_environment(folder).get_template(template).render(**context), name)
-
-
 @cache
-def _environment(folder: Path = TEMPLATES) -> Environment:
+def _environment(folder: Path) -> Environment:
     environment = Environment(
         loader=FileSystemLoader(list(dict.fromkeys((folder, TEMPLATES)))),
         autoescape=True,
@@ -158,10 +150,6 @@ def _environment(folder: Path = TEMPLATES) -> Environment:
     style = Markup((TEMPLATES / "style.css").read_text(encoding="utf-8"))
     environment.globals.update(style=style, marks=MARKS)
     return environment
-
-
-def _template(name: str) -> Any:
-    return _environment().get_template(name)
 
 
 def exporter() -> HTMLExporter:

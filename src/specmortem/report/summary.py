@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -153,13 +154,13 @@ def joint(rows: Iterable[Row]) -> SummaryCell:
 
 def counted(rows: Iterable[Row]) -> tuple[Count, ...]:
     """What the rows counted, unit by unit, what counts most first; rows that counted nothing are left out."""
-    sums: dict[str, list[int]] = {}
+    faults, runs = Counter[str](), Counter[str]()
     for row in rows:
-        if row.runs:
-            found = sums.setdefault(row.evidence.detail.get("unit", "runs").replace("_", " "), [0, 0])
-            found[:] = found[0] + row.faults, found[1] + row.runs
-    counts = [Count(faults, runs, unit) for unit, (faults, runs) in sums.items()]
-    return tuple(sorted(counts, key=lambda count: (-count.runs, count.unit)))
+        unit = row.evidence.detail.get("unit", "runs").replace("_", " ")
+        faults[unit] += row.faults
+        runs[unit] += row.runs
+    ordered = sorted(filter(runs.get, runs), key=lambda unit: (-runs[unit], unit))
+    return tuple(Count(faults[unit], runs[unit], unit) for unit in ordered)
 
 
 def spans(rows: Iterable[Row]) -> tuple[Span, ...]:

@@ -9,8 +9,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
+import msgspec
+
+from specmortem.convert import Count, Text
 from specmortem.errors import BadInputError, UnavailableError
 
 Api = Literal["chat", "completions"]
@@ -32,15 +35,14 @@ LONGEST = len(WORDS) ** 2 * 3 // 4
 """Pairs in the longest list: three quarters of all keys there are."""
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, rename={"text": "prompt"}):
     """A prompt, and what a right answer holds: text that stands in it, or the token ids it begins with.
 
     Token ids are for a server of a model without a tokenizer. `expected` is empty where nothing is known.
     """
 
-    text: str | tuple[int, ...]
-    expected: str | tuple[int, ...] = ""
+    text: Text | Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
+    expected: str | tuple[Count, ...] = ""
 
 
 @dataclass(frozen=True)
@@ -70,21 +72,11 @@ def read(path: Path) -> PromptFile:
 
 def _prompt(line: bytes, where: str) -> Prompt:
     try:
-        found = json.loads(line)
-        made = Prompt(_text_or_ids(found["prompt"]), _text_or_ids(found.get("expected", "")))
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        made = Prompt("")
-    if not made.text:
-        raise BadInputError(f'{where}: expected {{"prompt": TEXT or [IDS], "expected": TEXT or [IDS]}}')
-    return made
-
-
-def _text_or_ids(value: Any) -> str | tuple[int, ...]:
-    if isinstance(value, str):
-        return value
-    if all(isinstance(id, int) and not isinstance(id, bool) and id >= 0 for id in value):
-        return tuple(value)
-    raise TypeError("neither text nor token ids")
+        return msgspec.convert(json.loads(line), Prompt)
+    except (ValueError, RecursionError, msgspec.ValidationError):
+        raise BadInputError(
+            f'{where}: expected {{"prompt": TEXT or [IDS], "expected": TEXT or [IDS]}}'
+        ) from None
 
 
 def generate(seed: int, name: str, tokens: int, api: Api) -> Prompt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specmortem.tools.load.outcome import Ask
@@ -71,12 +71,14 @@ def piece(data: str, of: str) -> Piece:
     choices = found.get("choices")
     if not isinstance(choices, list) or (not choices and not found.get("usage")):
         raise GarbageError("an object without choices")
-    prompt, completion = _usage(found.get("usage"))
-    text, finish_reason = _choice(choices[0], of) if choices else ("", "")
-    return Piece(text, finish_reason, prompt, completion, token_ids=_token_ids(choices))
+    said = _choice(choices[0], of) if choices else Piece()
+    usage = found.get("usage")
+    counts = usage if isinstance(usage, dict) else {}
+    prompt, completion = (_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens"))
+    return replace(said, prompt_tokens=prompt, completion_tokens=completion)
 
 
-def _choice(choice: Any, of: str) -> tuple[str, str]:
+def _choice(choice: Any, of: str) -> Piece:
     if not isinstance(choice, dict):
         raise GarbageError("a choice that is not an object")
     inner = choice.get(of)
@@ -89,21 +91,13 @@ def _choice(choice: Any, of: str) -> tuple[str, str]:
     reason = choice.get("finish_reason")
     if reason is not None and not isinstance(reason, str):
         raise GarbageError("a finish_reason that is not a string")
-    if parts[0] == parts[1]:
-        parts[1] = None
-    return "".join(part for part in parts if part), reason or ""
-
-
-def _token_ids(choices: list[Any]) -> tuple[int, ...]:
-    ids = choices[0].get("token_ids") if choices else None
+    ids = choice.get("token_ids")
     if not isinstance(ids, list | None) or not all(isinstance(id, int) for id in ids or ()):
         raise GarbageError("token_ids that are no list of integers")
-    return tuple(ids or ())
-
-
-def _usage(usage: Any) -> tuple[int | None, int | None]:
-    counts = usage if isinstance(usage, dict) else {}
-    return _count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens"))
+    if parts[0] == parts[1]:
+        parts[1] = None
+    text = "".join(part for part in parts if part)
+    return Piece(text, reason or "", token_ids=tuple(ids or ()))
 
 
 def _count(value: Any) -> int | None:
