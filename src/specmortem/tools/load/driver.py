@@ -234,13 +234,12 @@ class Driver:
         if reply.finish_reason == "repetition":
             return Outcome.LOOP, "finish_reason repetition: the server saw a loop"
         settings = self.settings
-        right = settings.check and is_right(ask.expected, text, tuple(reply.token_ids))
         if loop:
             return Outcome.LOOP, f"{loop.unit[:60]!r} {loop.times} times over {loop.characters} characters"
         asked = ask.max_tokens if settings.ignore_eos else settings.min_tokens
         if why := ends_early(reply.finish_reason, text, reply.completion_tokens, asked):
             return Outcome.EARLY_EOS, why
-        if settings.check and not right:
+        if settings.check and not is_right(ask.expected, text, tuple(reply.token_ids)):
             if ask.round == 0:
                 self._recalls = False
             elif self._recalls:

@@ -47,12 +47,11 @@ def find_loop(text: str) -> Loop | None:
     codes: Codes = np.frombuffer(tail.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     for period in range(1, min(LONGEST_UNIT, len(codes) // 4) + 1):
         breaks = np.flatnonzero(codes[period:] != codes[:-period])
-        start, length = _longest_run(breaks, len(codes), period)
-        if _is_loop(tail[start : start + period], length, at_end=False):
-            return Loop(tail[start : start + period], length // period, length)
-        start, length = _run_at_end(breaks, len(codes))
-        if _is_loop(tail[start : start + period], length, at_end=True):
-            return Loop(tail[start : start + period], length // period, length)
+        runs = {False: _longest_run(breaks, len(codes), period), True: _run_at_end(breaks, len(codes))}
+        for at_end, (start, length) in runs.items():
+            unit = tail[start : start + period]
+            if _is_loop(unit, length, at_end=at_end):
+                return Loop(unit, length // period, length)
     return None
 
 
