@@ -106,23 +106,19 @@ def acceptance(model: TinyModel, given: Sequence[RecallTask], depth: int = DEPTH
 
 def rolled(state: State) -> State:
     """The states of a batch, each given to the next request."""
-    return State(tuple(_roll(layer) for layer in state.layers), state.tokens)
+    layers = (type(layer)(*(part.roll(1, 0) for part in layer)) for layer in state.layers)
+    return State(tuple(layers), state.tokens)
 
 
-def _roll(layer: LinearState | KeyValues) -> LinearState | KeyValues:
-    if isinstance(layer, LinearState):
-        return LinearState(layer.conv.roll(1, 0), layer.ssm.roll(1, 0))
-    return KeyValues(layer.keys.roll(1, 0), layer.values.roll(1, 0))
-
-
+RECURRENT = LinearState._fields
 Change = Callable[[State, State], State]  # of the state before the next token, and of that one token earlier
 CHANGES: dict[str, Change] = {
     "none": lambda now, _: now,
-    "recurrent state of another request": lambda now, _: now.with_recurrent(rolled(now)),
-    "only its delta-rule part": lambda now, _: now.with_recurrent(rolled(now), conv=False),
-    "only its convolution part": lambda now, _: now.with_recurrent(rolled(now), ssm=False),
-    "recurrent state one token old": lambda now, before: now.with_recurrent(before),
-    "keys and values of another request": lambda now, _: now.with_attention(rolled(now)),
+    "recurrent state of another request": lambda now, _: now.with_parts(rolled(now), RECURRENT),
+    "only its delta-rule part": lambda now, _: now.with_parts(rolled(now), ["ssm"]),
+    "only its convolution part": lambda now, _: now.with_parts(rolled(now), ["conv"]),
+    "recurrent state one token old": lambda now, before: now.with_parts(before, RECURRENT),
+    "keys and values of another request": lambda now, _: now.with_parts(rolled(now), KeyValues._fields),
 }
 
 

@@ -14,9 +14,7 @@ Shapes: B sequences of one length, T tokens, D hidden size, H heads. No padding.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from specmortem.convert import Value
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.tools.engine.tasks import BOS, EOS, MAX_PROMPT, VOCAB
 
@@ -33,8 +32,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
-@dataclass(frozen=True)
-class TinyConfig:
+class TinyConfig(Value, frozen=True):
     """The fields of a Qwen3-Next `config.json` that change the mathematics, under their names there."""
 
     vocab_size: int = VOCAB
@@ -80,27 +78,15 @@ class TinyConfig:
             "bos_token_id": BOS,
             "eos_token_id": EOS,
         }
-        return fixed | {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self).items()}
+        return fixed | self.as_dict()
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TinyConfig:
-        """The configuration in a `config.json`.
-
-        Raises:
-            BadInputError: a field is missing.
-        """
-        names = [field.name for field in fields(cls)]
-        if missing := [name for name in names if name not in values]:
-            raise BadInputError(
-                f"the model's {CONFIG} lacks {', '.join(missing)}: give one written by `save`"
-            )
-        read: dict[str, Any] = {name: values[name] for name in names}
-        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in read.items()}
-        return cls(**plain)
+        """The configuration in a `config.json`. Raises BadInputError that names a field that is missing or wrong."""
+        return cls.from_dict({key: v for key, v in values.items() if key in cls.__struct_fields__}, CONFIG)
 
 
-@dataclass(frozen=True)
-class LinearState:
+class LinearState(NamedTuple):
     """What a gated delta layer keeps of a request: `conv` [B, channels, kernel - 1], `ssm` [B, H, K, V]."""
 
     conv: Tensor
@@ -113,38 +99,38 @@ class KeyValues(NamedTuple):
     keys: Tensor
     values: Tensor
 
+    def up_to(self, count: int) -> KeyValues:
+        """Those of the first `count` tokens."""
+        return KeyValues(self.keys[:, :, :count], self.values[:, :, :count])
+
+    def followed_by(self, *more: KeyValues) -> KeyValues:
+        """With those of more tokens behind."""
+        return KeyValues(*(torch.cat(parts, 2) for parts in zip(self, *more, strict=True)))
+
 
 LayerState = LinearState | KeyValues
 
 
-class GemmaNorm(nn.Module):
+class GemmaNorm(nn.RMSNorm):
     """RMS norm whose weight is stored less one; computed in float32."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-        self.eps = eps
+    def reset_parameters(self) -> None:
+        """A weight of one."""
+        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * (1 + self.weight.float())).to(x.dtype)
+        normed = functional.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps)
+        return normed.to(x.dtype)
 
 
-class GatedNorm(nn.Module):
+class GatedNorm(nn.RMSNorm):
     """RMS norm times SiLU of a gate; its weight is stored as it is."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """[..., size] twice to the gate's type."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight.float() * functional.silu(gate.float())).to(gate.dtype)
+        normed = functional.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
+        return (normed * functional.silu(gate.float())).to(gate.dtype)
 
 
 class Mlp(nn.Module):
@@ -228,33 +214,24 @@ class Attention(nn.Module):
         rope = (positions, self.config.rope_theta, self.config.rotary_dim)
         return rotate(self.q_norm(queries), *rope), gates, KeyValues(rotate(keys, *rope), values)
 
-    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Float32 scores [B, heads, T, S]."""
-        spread = keys.repeat_interleave(self.heads // self.groups, 1)
-        scores: Tensor = queries.float() @ spread.float().transpose(-1, -2) * self.size**-0.5
-        return scores
-
-    def mix(self, weights: Tensor, values: Tensor) -> Tensor:
-        """[B, heads, T, head_dim] in float32 from weights [B, heads, T, S] and values [B, groups, S, head_dim]."""
-        return weights @ values.repeat_interleave(self.heads // self.groups, 1).float()
-
-    def finish(self, mixed: Tensor, gates: Tensor) -> Tensor:
-        """[B, T, D] from what the heads read and their gates."""
-        gated = mixed.to(gates.dtype) * torch.sigmoid(gates)
+    def attend(self, queries: Tensor, gates: Tensor, seen: KeyValues, visible: Tensor) -> Tensor:
+        """[B, T, D] of what queries read, in float32, of those seen [S] that are `visible` [T, S], and their gates."""
+        read = functional.scaled_dot_product_attention(
+            queries.float(), seen.keys.float(), seen.values.float(), visible, enable_gqa=True
+        )
+        gated = read.to(gates.dtype) * torch.sigmoid(gates)
         return self.o_proj(gated.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor, positions: Tensor, past: KeyValues | None) -> tuple[Tensor, KeyValues]:
         """[B, T, D] to the same, with keys and values of all tokens so far."""
         queries, gates, new = self.project(x, positions)
-        seen = (
-            new if past is None else KeyValues(*(torch.cat(pair, 2) for pair in zip(past, new, strict=True)))
-        )
-        scores = self.scores(queries, seen.keys)
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(
-            scores.shape[-1] - scores.shape[-2] + 1
-        )
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-        return self.finish(self.mix(weights, seen.values), gates), seen
+        seen = past.followed_by(new) if past is not None else new
+        return self.attend(queries, gates, seen, until(x.shape[1], seen.keys.shape[2], x.device)), seen
+
+
+def until(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Which of `columns` tokens the last `rows` of them see, [rows, columns]: themselves and those before."""
+    return torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)
 
 
 def delta_rule(
@@ -268,16 +245,14 @@ def delta_rule(
     """
     out = []
     for start in range(0, q.shape[2], CHUNK):
-        piece = slice(start, start + CHUNK)
-        read, state = _delta_chunk(
-            q[:, :, piece], k[:, :, piece], v[:, :, piece], log_decay[:, :, piece], beta[:, :, piece], state
-        )
+        chunk = (each[:, :, start : start + CHUNK] for each in (q, k, v, log_decay, beta))
+        read, state = _delta_chunk(state, *chunk)
         out.append(read)
     return torch.cat(out, 2), state
 
 
 def _delta_chunk(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     total = log_decay.cumsum(-1)
     between = (total[..., :, None] - total[..., None, :]).tril().exp().tril()  # decay from column to row
@@ -339,15 +314,16 @@ class GatedDelta(nn.Module):
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, H, T, K] of unit length, the queries scaled, and values [B, H, T, V]; float32."""
-        wide, keys = mixed.float(), self.key_heads * self.key_size
-        heads = [
-            _unit(part.reshape(*part.shape[:2], self.key_heads, self.key_size))
-            .repeat_interleave(self.heads // self.key_heads, 2)
+        keys, share = self.key_heads * self.key_size, self.heads // self.key_heads
+        q, k, v = mixed.float().tensor_split((keys, 2 * keys), -1)
+        q, k = (
+            _unit(part.reshape(*part.shape[:2], self.key_heads, -1))
+            .repeat_interleave(share, 2)
             .transpose(1, 2)
-            for part in (wide[..., :keys], wide[..., keys : 2 * keys])
-        ]
-        values = wide[..., 2 * keys :].reshape(*wide.shape[:2], self.heads, self.size)
-        return heads[0] * self.key_size**-0.5, heads[1], values.transpose(1, 2)
+            for part in (q, k)
+        )
+        values = v.reshape(*v.shape[:2], self.heads, -1)
+        return q * self.key_size**-0.5, k, values.transpose(1, 2)
 
     def gates(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithm of the decay, and the write strength, [B, H, T] in float32 from a and b [B, T, H]."""
@@ -427,28 +403,19 @@ class Mtp(nn.Module):
         return self.fc(torch.cat(both, -1))  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """What the model keeps of a batch of requests: one state a layer, and the tokens so far."""
 
     layers: tuple[LayerState, ...]
     tokens: int
 
-    def with_recurrent(self, other: State, conv: bool = True, ssm: bool = True) -> State:
-        """This state with the convolution's or the recurrent part of another batch of the same size, or both."""
+    def with_parts(self, other: State, names: Collection[str]) -> State:
+        """This state with parts (`conv`, `ssm`, `keys`, `values`) of another batch of the same size and length."""
         mixed = [
-            LinearState(theirs.conv if conv else mine.conv, theirs.ssm if ssm else mine.ssm)
-            if isinstance(mine, LinearState) and isinstance(theirs, LinearState)
-            else mine
+            mine._replace(**{name: getattr(theirs, name) for name in mine._fields if name in names})
             for mine, theirs in zip(self.layers, other.layers, strict=True)
         ]
-        return replace(self, layers=tuple(mixed))
-
-    def with_attention(self, other: State) -> State:
-        """This state with the keys and values of another batch of the same size and length."""
-        pairs = zip(self.layers, other.layers, strict=True)
-        mixed = [mine if isinstance(mine, LinearState) else theirs for mine, theirs in pairs]
-        return replace(self, layers=tuple(mixed))
+        return State(tuple(mixed), self.tokens)
 
 
 class TinyModel(nn.Module):
@@ -519,29 +486,13 @@ class TinyModel(nn.Module):
                 x = self.mtp.enter(ahead, outputs[-1][:, :count])
                 at = places[start : start + count] + step
                 queries, gates, new = layer.self_attn.project(layer.input_layernorm(x), at)
-                own = [KeyValues(one.keys[:, :, :count], one.values[:, :, :count]) for one in (*own, new)]
-            mixed = _read_drafts(layer.self_attn, queries, first, own, start)
-            outputs.append(self.mtp.norm(layer.feed(x + layer.self_attn.finish(mixed, gates))))
+                own = [one.up_to(count) for one in (*own, new)]
+            itself = torch.eye(count, dtype=torch.bool, device=tokens.device)
+            visible = torch.cat([until(count, start + count, tokens.device), *[itself] * step], 1)
+            seen = first.up_to(start + count).followed_by(*own)
+            mixed = layer.self_attn.attend(queries, gates, seen, visible)
+            outputs.append(self.mtp.norm(layer.feed(x + mixed)))
         return outputs
-
-
-def _read_drafts(
-    attention: Attention, queries: Tensor, first: KeyValues, own: list[KeyValues], start: int
-) -> Tensor:
-    """What the drafts of places from `start` on read of the first step's keys up to the place, and of their own."""
-    seen, share = start + queries.shape[2], attention.heads // attention.groups
-    scores = attention.scores(queries, first.keys[:, :, :seen])
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=queries.device).triu(start + 1)
-    beside = [
-        (queries.float() * one.keys.repeat_interleave(share, 1).float()).sum(-1, keepdim=True)
-        * attention.size**-0.5
-        for one in own
-    ]
-    weights = torch.cat([scores.masked_fill(later, -math.inf), *beside], -1).softmax(-1)
-    mixed = attention.mix(weights[..., :seen], first.values[:, :, :seen])
-    for number, one in enumerate(own):
-        mixed = mixed + weights[..., seen + number, None] * one.values.repeat_interleave(share, 1).float()
-    return mixed
 
 
 class Greedy(NamedTuple):
@@ -634,9 +585,9 @@ def save(model: TinyModel, folder: Path) -> None:
     _safetensors().save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def stored(name: str, value: Tensor) -> Tensor:
-    """A weight in the type that the checkpoint holds it in."""
-    return value.detach().to(torch.float32 if name.endswith("A_log") else torch.bfloat16)
+def stored(name: str, value: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A weight in the type that the checkpoint, or an engine of `dtype`, holds it in: A_log in float32."""
+    return value.detach().to(torch.float32 if name.endswith("A_log") else dtype)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> TinyModel:
@@ -663,10 +614,8 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> TinyModel:
 
 def in_type(model: TinyModel, dtype: torch.dtype) -> TinyModel:
     """The model itself, its weights now in `dtype`, but the decay rates A_log in float32 as in an engine."""
-    rates = {name: value.data for name, value in model.named_parameters() if name.endswith("A_log")}
-    model.to(dtype)
-    for name, value in rates.items():
-        model.get_parameter(name).data = value.float()
+    for name, value in model.named_parameters():
+        value.data = stored(name, value, dtype)
     return model
 
 
