@@ -8,33 +8,29 @@ is to be aborted is so a given number of steps after it was sent. The same seed 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from specmortem.convert import Value
 from specmortem.errors import BadInputError
 
+Number = int | float
 Range = tuple[int, int]
-Answers = Mapping[str, tuple[int, ...] | None]
+Tokens = tuple[int, ...]
+Answers = Mapping[str, Tokens | None]
+Prompt = tuple[Tokens, Tokens | None]  # and the answer that a right model gives, where it is known
 MOST_IN_FLIGHT = 1024
 NO_DELAY = (0.0, 0.0)
-KINDS: Mapping[str, type | tuple[type, ...]] = {
-    "source": str,
-    "concurrency": tuple,
-    "requests": int,
-    "every": int,
-    "abort_share": (int, float),
-    "shared_prompt": bool,
-    "temperature": (int, float),
-    "ignore_eos": bool,
-    "prompt_lengths": tuple,
-}
+TOLD = ("temperature", "ignore_eos", "gpu_delay_us", "gpu_delay_steps", "draft_delay_us")  # to the child
 WARM_REQUESTS, WARM_PROMPT = 4, 256  # of requests before the first run
 FIRST_PLAIN_TOKEN = 3  # above padding, BOS and EOS
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(Value, frozen=True):
     """Requests in rounds; `source` is the report that the shape comes from.
 
     `concurrency` holds one figure a round; `requests` are those of a round, 0 for one each of its concurrency. Ranges
@@ -53,19 +49,18 @@ class Workload:
     max_tokens: Range
     requests: int = 0
     every: int = 0
-    abort_share: float = 0.0
+    abort_share: Number = 0.0
     abort_after: Range = (1, 1)
     shared_prompt: bool = False
-    temperature: float = 0.0
+    temperature: Number = 0.0
     ignore_eos: bool = False
-    gpu_delay_us: tuple[float, float] = NO_DELAY
-    gpu_delay_steps: tuple[float, float] = NO_DELAY
-    prompt_lengths: tuple[tuple[int, ...], ...] = ()
-    draft_delay_us: tuple[float, float] = NO_DELAY
+    gpu_delay_us: tuple[Number, Number] = NO_DELAY
+    gpu_delay_steps: tuple[Number, Number] = NO_DELAY
+    prompt_lengths: tuple[Tokens, ...] = ()
+    draft_delay_us: tuple[Number, Number] = NO_DELAY
 
     def __post_init__(self) -> None:
         """Raises BadInputError for a figure that makes no sense."""
-        self._check_kinds()
         if not self.concurrency or not all(1 <= c <= MOST_IN_FLIGHT for c in self.concurrency):
             raise BadInputError(f"workload {self.name}: concurrency must lie between 1 and {MOST_IN_FLIGHT}")
         for name in ("prompt_tokens", "max_tokens", "abort_after"):
@@ -81,19 +76,6 @@ class Workload:
         if any(not lengths or min(lengths) < 1 for lengths in self.prompt_lengths):
             raise BadInputError(f"workload {self.name}: prompt_lengths are lists of lengths from 1 up")
 
-    def _check_kinds(self) -> None:
-        for name, kind in KINDS.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise BadInputError(f"workload {self.name}: {name} = {value!r} is of the wrong kind")
-        whole = [*self.concurrency, *self.prompt_tokens, *self.max_tokens, *self.abort_after]
-        if not all(
-            type(value) is int for value in (*whole, *(n for part in self.prompt_lengths for n in part))
-        ):
-            raise BadInputError(
-                f"workload {self.name}: counts of requests, tokens and steps are whole numbers"
-            )
-
     def _check_range(self, name: str, least: int) -> None:
         low, high = getattr(self, name)
         if not least <= low <= high:
@@ -104,8 +86,8 @@ class Workload:
     @property
     def longest(self) -> int:
         """Tokens that a request can have at most, prompt and answer together."""
-        lengths = [self.prompt_tokens[1], *(length for part in self.prompt_lengths for length in part)]
-        return max(lengths if not self.prompt_lengths else lengths[1:]) + self.max_tokens[1]
+        lengths = [length for part in self.prompt_lengths for length in part] or [self.prompt_tokens[1]]
+        return max(lengths) + self.max_tokens[1]
 
     def in_round(self, number: int) -> int:
         """Requests of a round."""
@@ -120,42 +102,47 @@ class Workload:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form; without `draft_delay_us` where it is 0, as in results that are older than it."""
-        made = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-            if name != "draft_delay_us" or self.draft_delay_us != NO_DELAY
-        }
-        return made | {"prompt_lengths": [list(part) for part in self.prompt_lengths]}
+        made = _listed(self)
+        if self.draft_delay_us == NO_DELAY:
+            del made["draft_delay_us"]
+        return made
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Workload:
+    def from_dict(cls, data: Mapping[str, Any], source: str = "workload") -> Workload:
         """From a table whose `shape`, where given, names one of `SHAPES` to start from.
 
         Raises BadInputError for a field that is not one, or of the wrong kind.
         """
         given = {name: value for name, value in data.items() if name != "shape"}
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(given) - known):
-            raise BadInputError(f"workload: no field {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        if unknown := sorted(set(given) - set(cls.__struct_fields__)):
+            known = ", ".join(sorted(cls.__struct_fields__))
+            raise BadInputError(f"{source}: no field {unknown[0]!r}; known: {known}")
+        shape = data.get("shape")
+        if isinstance(shape, str) and shape not in SHAPES:
+            raise BadInputError(f"{source}: no shape {shape!r}; known: {', '.join(SHAPES)}")
         try:
-            made = {name: _frozen(value) for name, value in given.items()}
-            if "shape" in data:
-                return replace(_shape(data["shape"]), **made)
-            return cls(**made)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, BadInputError):
-                raise
-            raise BadInputError(f"workload {data.get('name', '')}: {error}") from error
+            start = SHAPES[shape].as_dict() if shape is not None else {}
+            return msgspec.convert({**start, **given}, cls)
+        except (TypeError, msgspec.ValidationError) as error:
+            if isinstance(error.__cause__, BadInputError):
+                raise error.__cause__ from None
+            raise BadInputError(f"{source} {data.get('name', '')}: {_wrong_kind(error, given)}") from error
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+def _listed(workload: Workload) -> dict[str, Any]:
+    """All fields, as JSON has them."""
+    made: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(workload))
+    return made
 
 
-def _shape(name: str) -> Workload:
-    if name not in SHAPES:
-        raise BadInputError(f"workload: no shape {name!r}; known: {', '.join(SHAPES)}")
-    return SHAPES[name]
+def _wrong_kind(error: Exception, given: Mapping[str, Any]) -> str:
+    """What is wrong with a table that msgspec or Python refuses."""
+    message = str(error)
+    if (found := re.search(r" - at `\$\.(\w+)", message)) is None:
+        return message
+    if message.startswith("Expected `int`,") and f"{found[0]}[" in message:
+        return "counts of requests, tokens and steps are whole numbers"
+    return f"{found[1]} = {given[found[1]]!r} is of the wrong kind"
 
 
 SHAPES: Mapping[str, Workload] = {
@@ -208,30 +195,27 @@ SHAPES: Mapping[str, Workload] = {
 }
 
 
+@dataclass(frozen=True)
 class RecallPrompts:
-    """Prompts of a model that has tasks with known answers; `make` is `tasks.tasks` or a function like it."""
+    """Prompts of a model that has tasks with known answers; `make` is `tasks.tasks` or a function like it.
 
-    def __init__(self, make: Callable[[int, int, Range, int], Sequence[Any]]) -> None:
-        """`make(count, seed, length, answer)` gives objects with `prompt` and `answer`."""
-        self.make = make
+    `make(count, seed, length, answer)` gives objects with `prompt` and `answer`.
+    """
 
-    def prompts(
-        self, count: int, seed: int, length: Range, answer: int
-    ) -> list[tuple[tuple[int, ...], tuple[int, ...] | None]]:
+    make: Callable[[int, int, Range, int], Sequence[Any]]
+
+    def prompts(self, count: int, seed: int, length: Range, answer: int) -> list[Prompt]:
         """Prompts with the tokens that a right model says."""
         return [(tuple(task.prompt), tuple(task.answer)) for task in self.make(count, seed, length, answer)]
 
 
+@dataclass(frozen=True)
 class RandomTokens:
-    """Prompts of a model with random weights: any tokens, and nothing that would be right."""
+    """Prompts of a model with random weights: any of `vocab` token ids, and nothing that would be right."""
 
-    def __init__(self, vocab: int) -> None:
-        """`vocab` is the number of token ids."""
-        self.vocab = vocab
+    vocab: int
 
-    def prompts(
-        self, count: int, seed: int, length: Range, answer: int
-    ) -> list[tuple[tuple[int, ...], tuple[int, ...] | None]]:
+    def prompts(self, count: int, seed: int, length: Range, answer: int) -> list[Prompt]:
         """Prompts without an answer."""
         draw = random.Random(f"{seed}/prompts")
         sizes = [draw.randint(*length) for _ in range(count)]
@@ -252,14 +236,11 @@ def plan(workload: Workload, source: Source, seed: int, number: int) -> tuple[di
         for request in requests:
             answers[request["id"]] = request.pop("answer")
         rounds.append({"concurrency": concurrency, "requests": requests})
+    fields = _listed(workload)
     told = {
         "run": number,
         "seed": _number(f"{seed}/{number}/delays"),
-        "temperature": workload.temperature,
-        "ignore_eos": workload.ignore_eos,
-        "gpu_delay_us": list(workload.gpu_delay_us),
-        "gpu_delay_steps": list(workload.gpu_delay_steps),
-        "draft_delay_us": list(workload.draft_delay_us),
+        **{name: fields[name] for name in TOLD},
         "rounds": rounds,
     }
     return told, answers
@@ -304,9 +285,7 @@ def _round(workload: Workload, source: Source, seed: str, index: int) -> list[di
     return made
 
 
-def _prompts(
-    workload: Workload, source: Source, seed: int, index: int, count: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...] | None]]:
+def _prompts(workload: Workload, source: Source, seed: int, index: int, count: int) -> list[Prompt]:
     most = workload.max_tokens[1]
     if workload.prompt_lengths:
         lengths = workload.prompt_lengths[index % len(workload.prompt_lengths)]
