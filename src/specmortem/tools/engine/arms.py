@@ -147,10 +147,6 @@ class Pair:
     variable: str
     question: str = ""
 
-    def as_dict(self) -> dict[str, str]:
-        """JSON form."""
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
 class Experiment:

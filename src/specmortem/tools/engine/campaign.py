@@ -10,12 +10,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
-from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+import msgspec
 
 from specmortem import isolation, verdict
 from specmortem.errors import BadInputError
@@ -35,12 +36,13 @@ from specmortem.tools.engine.result import (
     Start,
     Status,
 )
-from specmortem.tools.engine.workload import Answers, plan, warm_up
+from specmortem.tools.engine.workload import Answers, Workload, plan, warm_up
 
 Say = Callable[[str], None]
 DRIVER_S = 20.0
 ABORT = "abort"
-Key = tuple[int, str]
+AS_TOLD = ("delay_us", "draft_delay_us", "draft_passes", "patched_calls", "emitted")  # of the event `run`
+Requests = Mapping[str, Mapping[str, Any]]  # as the child is told them, by id
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,8 @@ def run(
 @contextmanager
 def _terminable() -> Iterator[None]:
     """SIGTERM, as of a time limit around the command, ends the block like Ctrl-C; only where that can be caught."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
     try:
-        old = signal.signal(signal.SIGTERM, interrupt)
+        old = signal.signal(signal.SIGTERM, signal.default_int_handler)
     except ValueError:  # not the main thread
         yield
         return
@@ -95,6 +93,16 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, old)
+
+
+class RunPlan(NamedTuple):
+    """What the child is told of a run, its requests, and their right answers; None also where sampling makes others
+    right.
+    """
+
+    told: Mapping[str, Any]
+    requests: Requests
+    answers: Answers
 
 
 class EngineCampaign:
@@ -116,10 +124,10 @@ class EngineCampaign:
         self.eos = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
         minutes = options.minutes
         self.until = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
-        self.answers: dict[Key, dict[str, tuple[int, ...] | None]] = {}
-        self.plans: dict[Key, dict[str, Any]] = {}
+        self.plans: dict[tuple[int, Workload], RunPlan] = {}
         self.host = {"system": platform.platform(), "driver": _driver(), **verdict.versions(("specmortem",))}
         self.results = self._begun()
+        self.arms = {arm.name: arm for arm in self.results.arms}
 
     def _begun(self) -> EngineResults:
         """The result so far: what `--resume` finds, else an empty one."""
@@ -135,7 +143,7 @@ class EngineCampaign:
         return fresh.replace(arms=old.arms, started=old.started, command=command)
 
     def _fresh(self) -> EngineResults:
-        found = self.experiment
+        found, model = self.experiment, self.experiment.model
         return EngineResults(
             incident=found.incident,
             question=found.question,
@@ -144,51 +152,49 @@ class EngineCampaign:
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             seed=found.seed,
             model={
-                "path": found.model.path,
-                "config": dict(found.model.config or {}),
-                "tasks": found.model.tasks,
+                "path": model.path,
+                "config": dict(model.config or {}),
+                "tasks": model.tasks,
                 "sha256": _digests(self.folder),
             },
             arms=(),
-            pairs=tuple(pair.as_dict() for pair in found.pairs),
+            pairs=tuple(asdict(pair) for pair in found.pairs),
             notes=found.notes,
         )
 
     def run(self, chosen: Sequence[EngineArm], environments: Mapping[str, Environment]) -> EngineResults:
         """All arms, in order."""
-        status: Status = "partial"
         try:
-            for arm in chosen:
-                if not self.arm(arm, environments[arm.vllm]):
-                    status = "interrupted"
-                    break
+            ended = all(self.arm(arm, environments[arm.vllm]) for arm in chosen)
         except KeyboardInterrupt:
-            status = "interrupted"
-        every = [self.results.arm(arm.name) for arm in self.experiment.arms]
-        if status == "partial" and all(arm is not None and arm.whole for arm in every):
-            status = "complete"
-        self.results = self.results.replace(status=status)
-        self.save()
+            ended = False
+        if not ended:
+            self.save("interrupted")
+        elif all(arm.name in self.arms and self.arms[arm.name].whole for arm in self.experiment.arms):
+            self.save("complete")
+        else:
+            self.save()
         return self.results
 
     def arm(self, arm: EngineArm, environment: Environment) -> bool:
         """All runs of an arm that are not there yet; False when the time was up or somebody interrupted."""
-        self._put(self._old(arm))
-        while not self._result(arm).whole:
-            left = [n for n in range(self.runs) if n not in {run.run for run in self._result(arm).runs}]
+        self.arms[arm.name] = self._old(arm)
+        while not self.arms[arm.name].whole:
+            done = {run.run for run in self.arms[arm.name].runs}
+            left = [number for number in range(self.runs) if number not in done]
             self.say(f"{arm.name}: vllm {arm.vllm}, runs {left[0]} to {left[-1]}: starting an engine")
             start = self._start(arm, environment, left)
             self.say(f"{arm.name}: {_told(start)}")
             if start.kind == "interrupted":
                 return False
-            if not start.judges or len(self._result(arm).runs) == self.runs - len(left):
+            if not start.judges or len(self.arms[arm.name].runs) == len(done):
                 break  # what did not come up, or failed in Python, will do so the next time too
         return True
 
     def _old(self, arm: EngineArm) -> ArmRuns:
         """What an earlier call left of this arm. Raises BadInputError when it was another configuration."""
         fresh = ArmRuns(arm.name, arm.config(), arm.reference, arm.says, self.runs)
-        if (old := self.results.arm(arm.name)) is None:
+        if (old := self.arms.get(arm.name)) is None:
             return fresh
         if dict(old.config) != arm.config():
             raise BadInputError(
@@ -198,8 +204,8 @@ class EngineCampaign:
 
     def _start(self, arm: EngineArm, environment: Environment, left: Sequence[int]) -> Start:
         """One engine process for the runs that are left; what it tells goes into the result at once."""
-        follower = _Follower(self, arm, len(self._result(arm).starts))
-        runs = [self.plan(arm, number) for number in left]
+        follower = _Follower(self, arm)
+        runs = [self.plan(arm, number).told for number in left]
         request = {
             "vllm": arm.vllm,
             "patch": arm.patch,
@@ -213,24 +219,15 @@ class EngineCampaign:
         follower.end(start)
         return start
 
-    def plan(self, arm: EngineArm, number: int) -> dict[str, Any]:
-        """Run `number` as the child is told it."""
-        key = number, str(arm.workload)
-        if key not in self.plans:
-            made, answers = plan(arm.workload, self.experiment.model.source(), self.experiment.seed, number)
-            self.plans[key], self.answers[key] = made | {"eos": self.eos}, dict(answers)
-        return self.plans[key]
-
-    def planned(self, arm: EngineArm, number: int) -> dict[str, Mapping[str, Any]]:
-        """The requests of run `number` by id."""
-        told = self.plan(arm, number)
-        return {request["id"]: request for part in told["rounds"] for request in part["requests"]}
-
-    def answer(self, arm: EngineArm, number: int) -> Answers:
-        """The right answers of run `number`; None also where sampling makes others right."""
-        self.plan(arm, number)
-        known = self.answers[number, str(arm.workload)]
-        return known if arm.workload.temperature == 0 else dict.fromkeys(known)
+    def plan(self, arm: EngineArm, number: int) -> RunPlan:
+        """Run `number` of an arm; made once for all arms of a workload."""
+        work = arm.workload
+        if (number, work) not in self.plans:
+            told, answers = plan(work, self.experiment.model.source(), self.experiment.seed, number)
+            requests = {each["id"]: each for part in told["rounds"] for each in part["requests"]}
+            known = answers if work.temperature == 0 else dict.fromkeys(answers)
+            self.plans[number, work] = RunPlan(told | {"eos": self.eos}, requests, known)
+        return self.plans[number, work]
 
     def compares(self, arm: EngineArm) -> bool:
         """Whether it has a reference, or is one."""
@@ -238,58 +235,49 @@ class EngineCampaign:
 
     def add_start(self, arm: EngineArm, start: Start) -> None:
         """Put in the end of a process, and save."""
-        old = self._result(arm)
-        self._put(old.replace(starts=(*old.starts, start)))
+        old = self.arms[arm.name]
+        self.arms[arm.name] = old.replace(starts=(*old.starts, start))
         self.save()
 
     def add_run(self, arm: EngineArm, found: Run) -> None:
         """Put in a run, compare it, and save."""
-        old = self._result(arm)
-        self._put(old.replace(runs=(*old.runs, found)))
+        old = self.arms[arm.name]
+        self.arms[arm.name] = old.replace(runs=(*old.runs, found))
         for other in self.experiment.arms:
             if other.reference and arm.name in (other.name, other.reference):
                 self._compare(other, found.run)
         self.save()
 
-    def save(self) -> None:
-        """Write the file."""
+    def save(self, status: Status = "partial") -> None:
+        """Write the file, its arms in the order of the experiment."""
+        order = [arm.name for arm in self.experiment.arms]
+        named = sorted(self.arms, key=lambda name: order.index(name) if name in order else len(order))
+        self.results = self.results.replace(status=status, arms=tuple(self.arms[name] for name in named))
         self.results.save(self.out)
 
     def _compare(self, arm: EngineArm, number: int) -> None:
         """Run `number` of an arm with that of its reference, if both are there and as they are asked for now."""
-        reference = self.experiment.arm(arm.reference)
-        mine, plain = self._run(arm, number), self._run(reference, number)
+        mine, plain = self._run(arm, number), self._run(self.experiment.arm(arm.reference), number)
         if mine is None or plain is None:
             return
-        made = beside(mine, plain, self.planned(arm, number), self.answer(arm, number))
-        old = self._result(arm)
-        self._put(old.replace(runs=tuple(made if run.run == number else run for run in old.runs)))
+        _, requests, answers = self.plan(arm, number)
+        made = beside(mine, plain, requests, answers)
+        old = self.arms[arm.name]
+        self.arms[arm.name] = old.replace(runs=tuple(made if run is mine else run for run in old.runs))
 
     def _run(self, arm: EngineArm, number: int) -> Run | None:
-        found = self.results.arm(arm.name)
+        found = self.arms.get(arm.name)
         if found is None or dict(found.config) != arm.config():
             return None
         return next((run for run in found.runs if run.run == number), None)
-
-    def _result(self, arm: EngineArm) -> ArmRuns:
-        found = self.results.arm(arm.name)
-        assert found is not None
-        return found
-
-    def _put(self, found: ArmRuns) -> None:
-        others = [arm for arm in self.results.arms if arm.name != found.name]
-        order = [arm.name for arm in self.experiment.arms]
-        arms = sorted(
-            [*others, found], key=lambda arm: order.index(arm.name) if arm.name in order else len(order)
-        )
-        self.results = self.results.replace(arms=tuple(arms))
 
 
 class _Follower:
     """Turns what one process tells into runs."""
 
-    def __init__(self, campaign: EngineCampaign, arm: EngineArm, start: int) -> None:
-        self.campaign, self.arm, self.start = campaign, arm, start
+    def __init__(self, campaign: EngineCampaign, arm: EngineArm) -> None:
+        self.campaign, self.arm = campaign, arm
+        self.start = len(campaign.arms[arm.name].starts)
         self.current: int | None = None
         self.first = True
         self.requests: list[EngineRequest] = []
@@ -300,42 +288,29 @@ class _Follower:
         elif event["event"] == "begin":
             self.current, self.requests = event["run"], []
         elif event["event"] == "request":
-            self.requests.append(self._request(event))
+            id, (_, requests, answers) = event["id"], self.campaign.plan(self.arm, event["run"])
+            found = judged(id, requests[id], event["tokens"], event["finish"], answers[id])
+            self.requests.append(found)
         elif event["event"] == "run":
             self._whole(event)
 
-    def _request(self, event: Event) -> EngineRequest:
-        asked = self.campaign.planned(self.arm, event["run"])[event["id"]]
-        answer = self.campaign.answer(self.arm, event["run"])[event["id"]]
-        return judged(event["id"], asked, event["tokens"], event["finish"], answer)
-
     def _whole(self, event: Event) -> None:
         counted, times = event["acceptance"], event["step_ms"]
-        acceptance = None
-        if "draft_tokens" in counted:
-            per_position = tuple(counted.get("per_position", ()))
-            acceptance = RunAcceptance(
-                counted["drafts"], counted["draft_tokens"], counted["accepted"], per_position
-            )
         self._add(
             "whole",
             "value",
-            acceptance=acceptance,
+            acceptance=msgspec.convert(counted, RunAcceptance) if "draft_tokens" in counted else None,
             steps=len(times),
             median_ms=round(median(times), 4) if times else None,
             p99_ms=round(p99(times), 4) if times else None,
-            delay_us=event["delay_us"],
-            draft_delay_us=event["draft_delay_us"],
-            draft_passes=event["draft_passes"],
-            patched_calls=event["patched_calls"],
             seconds=round(event["seconds"], 3),
-            emitted=event["emitted"],
+            **{name: event[name] for name in AS_TOLD},
         )
 
     def _add(self, outcome: RunOutcome, kind: RunKind, **more: Any) -> None:
         assert self.current is not None
         number, self.current = self.current, None
-        lost = set(self.campaign.planned(self.arm, number)) - {request.id for request in self.requests}
+        lost = set(self.campaign.plan(self.arm, number).requests) - {each.id for each in self.requests}
         bare = Run(number, self.start, self.first, outcome, kind, Counts(), lost=tuple(sorted(lost)), **more)
         found = with_requests(bare, self.requests, every=self.campaign.compares(self.arm))
         self.first = False
@@ -353,16 +328,11 @@ def judged(
     id: str, asked: Mapping[str, Any], tokens: Sequence[int], finish: str, answer: Sequence[int] | None
 ) -> EngineRequest:
     """A request by its right answer; without one, as where tokens are sampled, it stays unjudged."""
-    size, most = len(asked["prompt"]), asked["max_tokens"]
+    came = EngineRequest(id, len(asked["prompt"]), asked["max_tokens"], len(tokens), finish, judged=False)
     if answer is None:
-        return EngineRequest(id, size, most, len(tokens), finish, judged=False, got=tuple(tokens))
+        return came.replace(got=tuple(tokens))
     at = judge.wrong_at(tokens, answer)
-    return EngineRequest(
-        id,
-        size,
-        most,
-        len(tokens),
-        finish,
+    return came.replace(
         judged=True,
         wrong_at=at,
         early=judge.ends_early(tokens, answer, finish),
@@ -399,9 +369,7 @@ def _telling(request: EngineRequest) -> bool:
     return request.damaged or request.plain == "differs" or cut
 
 
-def requests_of(
-    run: Run, planned: Mapping[str, Mapping[str, Any]], answers: Answers
-) -> dict[str, EngineRequest]:
+def requests_of(run: Run, planned: Requests, answers: Answers) -> dict[str, EngineRequest]:
     """All requests of a run that ended, by id: those kept, and the others, which have the start of their answer."""
     found = {request.id: request for request in run.kept}
     for id, asked in planned.items():
@@ -413,7 +381,7 @@ def requests_of(
     return found
 
 
-def beside(run: Run, plain: Run, planned: Mapping[str, Mapping[str, Any]], answers: Answers) -> Run:
+def beside(run: Run, plain: Run, planned: Requests, answers: Answers) -> Run:
     """A run whose requests are compared with those of the same run without speculation."""
     others = requests_of(plain, planned, answers)
     mine = requests_of(run, planned, answers).values()
