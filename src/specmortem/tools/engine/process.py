@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from specmortem import isolation
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.isolation import SupervisorHandle, SupervisorLostError
 from specmortem.tools.engine import child, places
-from specmortem.tools.engine.places import Places
 from specmortem.tools.engine.result import EndKind, Phase, Start
 
 CHILD = Path(child.__file__)
@@ -39,6 +38,7 @@ RECORDED = (
 )
 NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING")
 CACHE = "VLLM_CACHE_ROOT"
+FROM_THE_PROCESS = ("message", "log_tail", "device", "versions", "chosen", "inherited")  # kept without places
 Event = Mapping[str, Any]
 
 
@@ -109,45 +109,6 @@ class StartLimits:
     until: float = float("inf")
 
 
-@dataclass
-class _State:
-    """What has been told so far, and the seconds that the engine has for what it does now."""
-
-    limits: StartLimits
-    limit_s: float
-    phase: Phase = "import"
-    run: int | None = None
-    fault: Event | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def take(self, event: Event) -> bool:
-        """Whether the time of the engine begins anew."""
-        kind = event["event"]
-        if kind == "imported":
-            self.facts |= {"import_s": event["seconds"], "versions": event["versions"]}
-            self.phase = "start"
-        elif kind == "up":
-            self.facts |= {"up_s": event["seconds"], "device": event["device"], "chosen": event["chosen"]}
-        elif kind == "begin":
-            self.phase, self.run, self.limit_s = "run", event["run"], self.limits.run_s
-        elif kind == "run":
-            self.run = None
-        elif kind == "done":
-            self.phase, self.run, self.limit_s = "done", None, GRACE_S
-        elif kind == "fault":
-            self.fault, self.limit_s = event, GRACE_S
-        return kind in ("begin", "run", "done", "fault")
-
-    def timeout(self) -> tuple[EndKind, str]:
-        """(kind, message) of a process that was killed because its time was up."""
-        if time.monotonic() >= self.limits.until:
-            return "interrupted", "the time given for all arms was up"
-        if self.phase == "done":
-            return "timeout", f"did not leave {GRACE_S:g} s after its end"
-        where = f"run {self.run}" if self.run is not None else f"phase {self.phase}"
-        return "timeout", f"killed after {self.limit_s:g} s in {where}"
-
-
 def run(
     request: Mapping[str, Any],
     environment: Environment,
@@ -165,40 +126,41 @@ def run(
     """
     hide = places.known({**environment.places(), **(named or {})})
     with isolation.open_supervisor("cuda") as supervisor:
-        begun, asked, events = (
-            time.monotonic(),
-            supervisor.folder / "engine.json",
-            supervisor.folder / "events",
-        )
+        begun = time.monotonic()
+        asked, events = supervisor.folder / "engine.json", supervisor.folder / "events"
         asked.write_text(json.dumps(dict(request)), encoding="utf-8")
         events.touch()
         command = [environment.python, "-P", str(CHILD), str(asked), str(events)]
         log = supervisor.start_program(command, environment.variables(variables), limits.start_s)
-        following = _Following(supervisor, events, _State(limits, limits.start_s), on_event)
+        following = _Following(supervisor, events, limits, on_event)
         lost = following.to_the_end()
         if (report := following.report) is not None and report["code"] is None:
             raise UnavailableError(f"cannot start {environment.python}: {report['message']}")
-        ended = _ended(following, lost, isolation.end_of(log), time.monotonic() - begun)
-    return _clean(ended.replace(inherited=environment.inherited(variables)), hide)
-
-
-def _clean(start: Start, hide: Places) -> Start:
-    """Without places and terminal controls in what came from the process."""
-    names = ("message", "log_tail", "device", "versions", "chosen", "inherited")
-    return start.replace(**{name: places.cleaned_all(getattr(start, name), hide) for name in names})
+        ended = following.ended(lost, isolation.end_of(log), time.monotonic() - begun)
+    ended = ended.replace(inherited=environment.inherited(variables))
+    clean = {name: places.cleaned_all(getattr(ended, name), hide) for name in FROM_THE_PROCESS}
+    return ended.replace(**clean)
 
 
 class _Following:
-    """Takes what a process tells, and has its supervisor kill it when its time is up."""
+    """Takes what a process tells, and has its supervisor kill it when the time for what it does now is up."""
 
     def __init__(
-        self, supervisor: SupervisorHandle, events: Path, state: _State, on_event: Callable[[Event], None]
+        self,
+        supervisor: SupervisorHandle,
+        events: Path,
+        limits: StartLimits,
+        on_event: Callable[[Event], None],
     ) -> None:
-        self.supervisor, self.events, self.state, self.on_event = supervisor, events, state, on_event
+        self.supervisor, self.events, self.limits, self.on_event = supervisor, events, limits, on_event
+        self.phase: Phase = "import"
+        self.run: int | None = None
+        self.fault: Event | None = None
+        self.facts: dict[str, Any] = {}
         self.report: Mapping[str, Any] | None = None
         self.interrupted = False
         self.read = 0  # bytes of the events
-        self._allow(state.limit_s)
+        self._begin(limits.start_s)
 
     def to_the_end(self) -> str:
         """Until the process has ended and nothing of it is left; how the supervisor was lost, should it be."""
@@ -212,13 +174,14 @@ class _Following:
                     return "the supervisor process did not answer"
             except KeyboardInterrupt:
                 self.interrupted = True
-                self._allow(0.0)
+                self._begin(0.0)
             except SupervisorLostError as error:
                 return str(error)
 
-    def _allow(self, seconds: float) -> None:
+    def _begin(self, seconds: float) -> None:
         """Give the process so long from now on, within the time for all."""
-        seconds = max(0.0, min(seconds, self.state.limits.until - time.monotonic()))
+        self.limit_s = seconds
+        seconds = max(0.0, min(seconds, self.limits.until - time.monotonic()))
         self.due = time.monotonic() + seconds + ANSWER_S
         self.supervisor.allow(0, seconds)
 
@@ -231,48 +194,74 @@ class _Following:
                     return
                 self.read += len(line)
                 event: Event = json.loads(line)
-                if self.state.take(event) and not self.interrupted:
-                    self._allow(self.state.limit_s)
+                if (seconds := self._note(event)) is not None and not self.interrupted:
+                    self._begin(seconds)
                 self.on_event(event)
 
+    def _note(self, event: Event) -> float | None:
+        """Keep what an event tells; the seconds for what begins with it, None where nothing does."""
+        kind = event["event"]
+        if kind == "imported":
+            self.facts |= {"import_s": event["seconds"], "versions": event["versions"]}
+            self.phase = "start"
+        elif kind == "up":
+            self.facts |= {"up_s": event["seconds"], "device": event["device"], "chosen": event["chosen"]}
+        elif kind == "begin":
+            self.phase, self.run = "run", event["run"]
+        elif kind == "run":
+            self.run = None
+        elif kind == "done":
+            self.phase, self.run = "done", None
+        elif kind == "fault":
+            self.fault = event
+        if kind in ("begin", "run"):
+            return self.limits.run_s
+        return GRACE_S if kind in ("done", "fault") else None
 
-def _ended(following: _Following, lost: str, log: str, seconds: float) -> Start:
-    """The end of a process; `lost` says how its supervisor went, where it did."""
-    state, report = following.state, following.report
-    kind: EndKind = "exit"
-    message, code = lost, None
-    if following.interrupted:
-        kind, message = "interrupted", "interrupted"
-    elif report is not None:
-        kind, message = _kind(report, state, log)
-        code = None if report["timed_out"] else report["code"]
-    return Start(
-        kind=kind,
-        phase=state.phase,
-        run=state.fault["run"] if state.fault else state.run,
-        message=message,
-        exit_code=code if code is not None and code >= 0 else None,
-        signal=isolation.signal_name(-code) if code is not None and code < 0 else "",
-        log_tail=log[-LOG_TAIL:] if kind != "value" else "",
-        seconds=round(seconds, 3),
-        **state.facts,
-    )
+    def ended(self, lost: str, log: str, seconds: float) -> Start:
+        """The end of the process; `lost` says how its supervisor went, where it did."""
+        kind, message = self._kind(lost, log)
+        report = self.report
+        by_itself = report is not None and not (self.interrupted or report["timed_out"])
+        code = report["code"] if report is not None and by_itself else None
+        return Start(
+            kind=kind,
+            phase=self.phase,
+            run=self.fault["run"] if self.fault else self.run,
+            message=message,
+            exit_code=code if code is not None and code >= 0 else None,
+            signal=isolation.signal_name(-code) if code is not None and code < 0 else "",
+            log_tail=log[-LOG_TAIL:] if kind != "value" else "",
+            seconds=round(seconds, 3),
+            **self.facts,
+        )
 
+    def _kind(self, lost: str, log: str) -> tuple[EndKind, str]:
+        """(kind, message) of the ended process."""
+        if self.interrupted:
+            return "interrupted", "interrupted"
+        if self.report is None:
+            return "exit", lost
+        if self.fault is not None:
+            types, message = self.fault["types"], str(self.fault["message"])
+            return isolation.exception_kind(types, message, self.fault["code"]), f"{types[0]}: {message}"
+        if self.report["timed_out"]:
+            return self._timeout()
+        code = self.report["code"]
+        if code < 0:
+            kind = isolation.death_kind(-code, log, oom_killed=self.report["oom_killed"])
+            return kind, f"died by {isolation.signal_name(-code)}"
+        if code == child.WRONG_RELEASE:
+            return "wrong-release", log.strip().splitlines()[-1] if log.strip() else "another release"
+        if code == 0 and self.phase == "done":
+            return "value", ""
+        return "exit", f"left with exit code {code} in phase {self.phase}"
 
-def _kind(report: Mapping[str, Any], state: _State, log: str) -> tuple[EndKind, str]:
-    """(kind, message) of an ended process."""
-    code = report["code"]
-    if state.fault is not None:
-        message = str(state.fault["message"])
-        kind = isolation.exception_kind(state.fault["types"], message, state.fault["code"])
-        return kind, f"{state.fault['types'][0]}: {message}"
-    if report["timed_out"]:
-        return state.timeout()
-    if code < 0:
-        kind = isolation.death_kind(-code, log, oom_killed=report["oom_killed"])
-        return kind, f"died by {isolation.signal_name(-code)}"
-    if code == child.WRONG_RELEASE:
-        return "wrong-release", log.strip().splitlines()[-1] if log.strip() else "another release"
-    if code == 0 and state.phase == "done":
-        return "value", ""
-    return "exit", f"left with exit code {code} in phase {state.phase}"
+    def _timeout(self) -> tuple[EndKind, str]:
+        """(kind, message) of a process that was killed because its time was up."""
+        if time.monotonic() >= self.limits.until:
+            return "interrupted", "the time given for all arms was up"
+        if self.phase == "done":
+            return "timeout", f"did not leave {GRACE_S:g} s after its end"
+        where = f"run {self.run}" if self.run is not None else f"phase {self.phase}"
+        return "timeout", f"killed after {self.limit_s:g} s in {where}"
