@@ -8,7 +8,7 @@ told, without a p. Runs of one engine start share their process; a page that sho
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -27,10 +27,19 @@ CAVEAT = (
 
 @dataclass(frozen=True)
 class Measure:
-    """What is counted in runs, and a word for a page."""
+    """What is counted in runs, and words for a page; by counts of requests that were `tried` and that `shown` it.
+
+    Faults are of runs and have neither.
+    """
 
     name: str
     said: str
+    tried: str = ""
+    shown: str = ""
+
+    def of(self, counts: Counts) -> tuple[int, int]:
+        """Requests that showed it, of those that could."""
+        return getattr(counts, self.shown), getattr(counts, self.tried)
 
 
 @dataclass(frozen=True)
@@ -62,37 +71,35 @@ class Rate:
 
 MEASURES = (
     Measure("faults", "runs that faulted or hung"),
-    Measure("wrong", "runs with a token that is not the answer's"),
-    Measure("unlike plain", "runs with an answer unlike the same engine's without speculation"),
-    Measure("early ends", "runs with an answer that ended early"),
-    Measure("loops", "runs with an answer that ended in a loop"),
+    Measure("wrong", "runs with a token that is not the answer's", "judged", "wrong"),
+    Measure(
+        "unlike plain",
+        "runs with an answer unlike the same engine's without speculation",
+        "compared",
+        "differs",
+    ),
+    Measure("early ends", "runs with an answer that ended early", "judged", "early"),
+    Measure("loops", "runs with an answer that ended in a loop", "judged", "ends_in_loop"),
 )
-Count = Callable[[Counts], int]
-COUNTED: Mapping[str, tuple[Count, Count]] = {
-    "wrong": (lambda c: c.judged, lambda c: c.wrong),
-    "unlike plain": (lambda c: c.compared, lambda c: c.differs),
-    "early ends": (lambda c: c.judged, lambda c: c.early),
-    "loops": (lambda c: c.judged, lambda c: c.ends_in_loop),
-}
 
 
 def rate(arm: ArmRuns, measure: Measure) -> Rate:
     """Of an arm, over its runs; no trial where the arm is not judged."""
     if arm.not_judged:
         return Rate(0, 0)
-    if measure.name == "faults":
+    if not measure.shown:
         return Rate(sum(run.outcome != "whole" for run in arm.runs), len(arm.runs))
-    tried, shown = COUNTED[measure.name]
-    judged = [run.counts for run in arm.runs if run.outcome == "whole" and tried(run.counts)]
-    return Rate(sum(shown(counts) > 0 for counts in judged), len(judged))
+    counted = [measure.of(run.counts) for run in arm.runs if run.outcome == "whole"]
+    judged = [shown for shown, tried in counted if tried]
+    return Rate(sum(shown > 0 for shown in judged), len(judged))
 
 
 def requests(arm: ArmRuns, measure: Measure) -> tuple[int, int] | None:
     """Requests that showed it, of those judged, over all runs; None for faults, which are of runs."""
-    if measure.name not in COUNTED:
+    if not measure.shown:
         return None
-    tried, shown = COUNTED[measure.name]
-    return sum(shown(run.counts) for run in arm.runs), sum(tried(run.counts) for run in arm.runs)
+    counted = [measure.of(run.counts) for run in arm.runs]
+    return sum(shown for shown, _ in counted), sum(tried for _, tried in counted)
 
 
 @dataclass(frozen=True)
@@ -135,26 +142,23 @@ class Comparison:
 
 def comparisons(results: EngineResults) -> list[Comparison]:
     """All pairs whose arms were both started, with every measure that one of them could show."""
+    started = {arm.name: arm for arm in results.arms if arm.starts}
+    pairs = [pair for pair in results.pairs if {pair["left"], pair["right"]} <= set(started)]
     found = [
         each
         for measure in MEASURES
-        for each in _adjusted([_comparison(results, pair, measure) for pair in _pairs(results)])
+        for each in _adjusted([_comparison(started, pair, measure) for pair in pairs])
     ]
-    order = [(pair["left"], pair["right"]) for pair in results.pairs]
+    order = [(pair["left"], pair["right"]) for pair in pairs]
     return sorted(found, key=lambda each: order.index((each.left, each.right)))
 
 
-def _pairs(results: EngineResults) -> list[Mapping[str, str]]:
-    started = {arm.name for arm in results.arms if arm.starts}
-    return [pair for pair in results.pairs if {pair["left"], pair["right"]} <= started]
-
-
-def _comparison(results: EngineResults, pair: Mapping[str, str], measure: Measure) -> Comparison:
-    arms = [arm for name in (pair["left"], pair["right"]) if (arm := results.arm(name)) is not None]
-    rates = rate(arms[0], measure), rate(arms[1], measure)
-    reason = "; ".join(f"{arm.name} ended with {arm.not_judged}" for arm in arms if arm.not_judged)
+def _comparison(arms: Mapping[str, ArmRuns], pair: Mapping[str, str], measure: Measure) -> Comparison:
+    left, right = arms[pair["left"]], arms[pair["right"]]
+    rates = rate(left, measure), rate(right, measure)
+    reason = "; ".join(f"{arm.name} ended with {arm.not_judged}" for arm in (left, right) if arm.not_judged)
     question = pair.get("question", "")
-    return Comparison(arms[0].name, arms[1].name, pair["variable"], question, measure, rates, reason)
+    return Comparison(left.name, right.name, pair["variable"], question, measure, rates, reason)
 
 
 def _adjusted(found: Sequence[Comparison]) -> list[Comparison]:
