@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,48 +73,33 @@ def engine(
         return
     environments = _environments(places, chosen)
     command = _command(incident, environments, arms, runs, resume, smoke)
-    found = _run(experiment, environments, campaign.Options(arms, runs, minutes, resume, command), out, smoke)
-    ctx.exit(_exit_code(found, chosen))
-
-
-def _exit_code(found: EngineResults, chosen: Sequence[EngineArm]) -> int:
+    options = campaign.Options(arms, runs, minutes, resume, command)
+    found = _run(experiment, environments, options, out, smoke)
     if found.status == "interrupted":
-        return INTERRUPTED
+        ctx.exit(INTERRUPTED)
     done = {arm.name for arm in found.arms if arm.whole}
-    return 0 if done >= {arm.name for arm in chosen} else 3
+    ctx.exit(0 if done >= {arm.name for arm in chosen} else 3)
 
 
 def _run(
     experiment: Experiment, environments: Mapping[str, Environment], options: Options, out: Path, smoke: bool
 ) -> EngineResults:
-    """Run, say what happens, and show what came out."""
-    from specmortem.tools.engine import campaign
-    from specmortem.tools.engine import result as results
-
-    file = out / (SMOKE if smoke else results.FILE_NAME)
-    found = campaign.run(
-        experiment, environments, _root(), file, options, say=lambda line: click.echo(line, err=True)
-    )
-    _show(found, file, None if smoke else out / "engine.md")
-    return found
-
-
-def _show(found: EngineResults, file: Path, page: Path | None) -> None:
-    from specmortem.tools.engine import report
+    """Run with models of the checkout, say what happens, and show what came out."""
+    from specmortem import facts
+    from specmortem.tools.engine import campaign, report
+    from specmortem.tools.engine.result import FILE_NAME
     from specmortem.verdict import write_atomically
 
+    file, root = out / (SMOKE if smoke else FILE_NAME), facts.find_root().parent
+    found = campaign.run(
+        experiment, environments, root, file, options, lambda line: click.echo(line, err=True)
+    )
     text = report.markdown(found)
     click.echo(text, nl=False)
     click.echo(f"result: {file}")
-    if page is not None:
-        click.echo(f"page: {write_atomically(page, text)}")
-
-
-def _root() -> Path:
-    """The checkout, in which models lie."""
-    from specmortem import facts
-
-    return facts.find_root().parent
+    if not smoke:
+        click.echo(f"page: {write_atomically(out / 'engine.md', text)}")
+    return found
 
 
 def _environments(places: Sequence[str], chosen: Sequence[EngineArm]) -> dict[str, Environment]:
@@ -128,14 +114,10 @@ def _environments(places: Sequence[str], chosen: Sequence[EngineArm]) -> dict[st
         if not given or not re.fullmatch(r"\d+\.\d+\.\d+\w*", release):
             raise BadInputError(f"--at {text}: expected X.Y.Z=PYTHON or X.Y.Z=DIR:DIR")
         found[release] = Environment.parse(place)
-    for arm in chosen:
-        if arm.vllm not in found:
-            try:
-                installed = metadata.version("vllm").split("+")[0]
-            except metadata.PackageNotFoundError:
-                installed = ""
-            if installed == arm.vllm:
-                found[arm.vllm] = Environment.here()
+    with suppress(metadata.PackageNotFoundError):
+        installed = metadata.version("vllm").split("+")[0]
+        if installed in {arm.vllm for arm in chosen}:
+            found.setdefault(installed, Environment.here())
     return found
 
 

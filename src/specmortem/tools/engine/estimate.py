@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from specmortem.tools.engine.arms import EngineArm, Experiment
 
@@ -30,26 +29,13 @@ def run_s(arm: EngineArm, trained: bool) -> float:
     return steps * (STEP_S + idle)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Starts and runs that there are at least, their seconds, and starts more when every run faults."""
-
-    starts: int
-    runs: int
-    seconds: float
-    restarts: int
-
-    def __str__(self) -> str:
-        """One line."""
-        return (
-            f"about {self.seconds / 60:.1f} minutes: {self.starts} starts of about {START_S:g} s and {self.runs} "
-            f"runs; a fault costs one start more, at most {self.restarts} of them "
-            f"({self.restarts * START_S / 60:.1f} minutes), which --minutes bounds"
-        )
-
-
-def cost(experiment: Experiment, chosen: Sequence[EngineArm], runs: int) -> Cost:
-    """Of `runs` runs of each arm."""
+def cost(experiment: Experiment, chosen: Sequence[EngineArm], runs: int) -> str:
+    """Of `runs` runs of each arm, in a line: the least count of starts and of runs, their time, and what faults add."""
     trained = bool(experiment.model.tasks)
     seconds = sum(START_S + runs * run_s(arm, trained) for arm in chosen)
-    return Cost(len(chosen), len(chosen) * runs, seconds, len(chosen) * (runs - 1))
+    restarts = len(chosen) * (runs - 1)
+    return (
+        f"about {seconds / 60:.1f} minutes: {len(chosen)} starts of about {START_S:g} s and {len(chosen) * runs} "
+        f"runs; a fault costs one start more, at most {restarts} of them "
+        f"({restarts * START_S / 60:.1f} minutes), which --minutes bounds"
+    )

@@ -59,10 +59,10 @@ def recall(model: TinyModel, given: Sequence[RecallTask]) -> Recall:
 
 
 def _compared(said: Greedy, answers: Tensor) -> Recall:
-    right = said.tokens == answers
-    low = float(torch.quantile(said.margins.flatten(), 0.01))
+    right, margins = said.tokens == answers, said.margins
+    low = float(torch.quantile(margins.flatten(), 0.01))
     exact = int(right.all(1).sum())
-    return Recall(len(right), exact, right.numel(), int(right.sum()), float(said.margins.min()), low)
+    return Recall(len(right), exact, right.numel(), int(right.sum()), float(margins.min()), low)
 
 
 def _tensors(model: TinyModel, given: Sequence[RecallTask]) -> tuple[Tensor, Tensor]:
@@ -84,14 +84,9 @@ class RecallAcceptance:
     mismatches: int
 
     @property
-    def accepted(self) -> int:
-        """Drafts accepted in all steps."""
-        return sum(count * steps for count, steps in self.steps.items())
-
-    @property
     def rate(self) -> float:
         """Share of proposed drafts that were accepted."""
-        return self.accepted / self.proposed
+        return sum(count * steps for count, steps in self.steps.items()) / self.proposed
 
 
 def acceptance(model: TinyModel, given: Sequence[RecallTask], depth: int = DEPTH) -> RecallAcceptance:
