@@ -28,15 +28,10 @@ def source(release, path):
     return release.fetch([path])[path].read_text(encoding="utf-8")
 
 
-def definition(release, path, name):
-    tree = ast.parse(source(release, path))
-    return next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
-
-
 def annotated(release, path, name):
     """Names that a class body annotates or assigns."""
     found = set()
-    for node in definition(release, path, name).body:
+    for node in upstream.definition(release, path, name).body:
         if isinstance(node, ast.AnnAssign):
             found.add(node.target.id)
         elif isinstance(node, ast.Assign):
@@ -45,11 +40,7 @@ def annotated(release, path, name):
 
 
 def parameters(release, path, name, method):
-    function = next(
-        node
-        for node in definition(release, path, name).body
-        if isinstance(node, ast.FunctionDef) and node.name == method
-    )
+    function = upstream.definition(release, path, f"{name}.{method}")
     every = [*function.args.posonlyargs, *function.args.args]
     needed = every[: len(every) - len(function.args.defaults)]
     return [arg.arg for arg in every], [arg.arg for arg in needed]
@@ -91,7 +82,7 @@ def test_requests_are_described_as_the_child_does(release):
     given = {"temperature", "seed", "max_tokens", "ignore_eos", "stop_token_ids", "detokenize", "output_kind"}
     assert given <= fields
     assert "DELTA" in annotated(release, SAMPLING, "RequestOutputKind")
-    tokens = definition(release, "vllm/inputs/engine.py", "TokensInput")
+    tokens = upstream.definition(release, "vllm/inputs/engine.py", "TokensInput")
     assert {"type", "prompt_token_ids"} <= annotated(release, "vllm/inputs/engine.py", "TokensInput")
     assert "Literal['token']" in ast.unparse(tokens)
 
@@ -141,37 +132,18 @@ def test_statistics_are_kept_unless_they_are_disabled(release):
     assert "not engine_args.disable_log_stats" in calls
 
 
-def lifted(release, path, name, method, **names):
-    """A method of a released class as a function, its annotations left out."""
-    function = next(
-        node
-        for node in definition(release, path, name).body
-        if isinstance(node, ast.FunctionDef) and node.name == method
-    )
-    function.returns, function.decorator_list = None, []
-    for argument in (*function.args.args, *function.args.kwonlyargs):
-        argument.annotation = None
-    space = dict(names)
-    exec(compile(ast.Module([function], []), f"{path}:{method}", "exec"), space)
-    return space[method]
-
-
 def test_an_asynchronous_step_may_come_back_empty_and_be_called_again_when_all_is_done(release):
-    """As `EngineDriver.settle` does: with no request and an empty queue a step returns and touches nothing."""
-    step = lifted(release, "vllm/v1/engine/core.py", "EngineCore", "step_with_batch_queue")
+    """As `Repetition.main` does: with no request and an empty queue a step returns and touches nothing."""
+    core_file, client_file = "vllm/v1/engine/core.py", "vllm/v1/engine/core_client.py"
+    step = upstream.lift_method(release, core_file, "EngineCore.step_with_batch_queue").function
     core = SimpleNamespace(
         batch_queue=deque(), batch_queue_size=2, scheduler=SimpleNamespace(has_requests=lambda: False)
     )
     assert step(core) == (None, False)
     ended, empty = [], object()
     core.step_fn, core.post_step = lambda: step(core), lambda **fields: ended.append(fields)
-    output = lifted(
-        release,
-        "vllm/v1/engine/core_client.py",
-        "InprocClient",
-        "get_output",
-        EngineCoreOutputs=lambda: empty,
-    )
+    provided = {"EngineCoreOutputs": lambda: empty}
+    output = upstream.lift_method(release, client_file, "InprocClient.get_output", provided).function
     assert output(SimpleNamespace(engine_core=core)) is empty
     assert ended == [{"model_executed": False}]
 

@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -32,7 +33,8 @@ HEARTBEAT_S = 1.0
 DRAIN_STEPS = 3
 MESSAGE_LIMIT = 2000
 CALIBRATION_CYCLES = 20_000_000
-STEP_DELAYS, DRAFT_DELAY = ("gpu_delay_us", "gpu_delay_steps"), "draft_delay_us"
+DRAFT_DELAY = "draft_delay_us"
+DELAYS = ("gpu_delay_us", "gpu_delay_steps", DRAFT_DELAY)
 # From an engine to the proposer of its drafts, by released source of vLLM 0.20.0 to 0.26.0, model runner V1 alone.
 DRAFTER = (
     "engine_core",
@@ -51,7 +53,7 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": "accepted",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "per_position",
 }
-PACKAGES = ("vllm", "torch", "triton", "flashinfer-python", "transformers")
+PACKAGES = ("torch", "triton", "flashinfer-python", "transformers")  # beside vLLM itself
 Tell = Callable[..., None]
 Spin = Callable[[float], None]
 
@@ -70,10 +72,10 @@ class EngineDriver:
     def main(self) -> None:
         """Start, run everything, and tell."""
         start = time.perf_counter()
-        vllm = importlib.import_module("vllm")
-        self.tell("imported", seconds=time.perf_counter() - start, versions=versions(vllm))
+        found = versions(importlib.import_module("vllm"))
+        self.tell("imported", seconds=time.perf_counter() - start, versions=found)
         if wanted := self.request.get("vllm"):
-            refuse_another_release(vllm, wanted)
+            refuse_another_release(found["vllm"], wanted)
         self.start()
         for plan in self.request["runs"]:
             self.run(plan)
@@ -90,29 +92,23 @@ class EngineDriver:
             self.patch = PATCHES[name]()
         engine_class = importlib.import_module("vllm.v1.engine.llm_engine").LLMEngine
         self.engine = engine_class.from_engine_args(args)
-        self.warm_up()
+        if (warm := self.request.get("warm")) is not None:
+            self.warm_up(warm)
         self.delays()
         seconds = time.perf_counter() - start
         self.tell("up", seconds=seconds, device=device_name(), chosen=chosen(self.engine))
 
     def delays(self) -> None:
         """What puts idle work on the GPU, where a run asks for it."""
-        if self.asked(STEP_DELAYS) or self.asked((DRAFT_DELAY,)):
+        asked = {name for plan in self.request["runs"] for name in DELAYS if plan[name][1] > 0}
+        if asked:
             self.spin = spinner()
-        if self.spin is not None and self.asked((DRAFT_DELAY,)):
+        if self.spin is not None and DRAFT_DELAY in asked:
             self.draft_delay = DraftDelay(draft_model(self.engine), self.spin)
 
-    def asked(self, names: Sequence[str]) -> bool:
-        return any(plan[name][1] > 0 for plan in self.request["runs"] for name in names)
-
-    def warm_up(self) -> None:
+    def warm_up(self, plan: Mapping[str, Any]) -> None:
         """Requests that nobody looks at, without idle work: what is compiled at first use is so before run 0."""
-        if (plan := self.request.get("warm")) is None:
-            return
-        run = Repetition(self.engine, plan, lambda event, **fields: None, {"step": 0}, None)
-        for number, part in enumerate(plan["rounds"]):
-            run.round(number, part)
-        self.settle()
+        Repetition(self.engine, plan, lambda event, **fields: None, {"step": 0}, None).main()
 
     def run(self, plan: Mapping[str, Any]) -> None:
         """One repetition of the workload."""
@@ -123,9 +119,7 @@ class EngineDriver:
         run = Repetition(self.engine, plan, self.tell, self.place, self.spin)
         if self.draft_delay is not None:
             self.draft_delay.draw = run.draft_delay
-        for number, part in enumerate(plan["rounds"]):
-            run.round(number, part)
-        self.settle()
+        run.main()
         if plan[DRAFT_DELAY][1] > 0 and not run.draft_delays:
             raise RuntimeError(
                 f"{DRAFT_DELAY}: no draft pass called the drafter's model, so none was delayed"
@@ -149,12 +143,6 @@ class EngineDriver:
         """Calls that went through the patch so far."""
         return self.patch.calls if self.patch is not None else 0
 
-    def settle(self) -> None:
-        """Let a batch that is still queued end, and a fault on the GPU come out while this run is the one."""
-        for _ in range(DRAIN_STEPS):
-            self.engine.step()
-        synchronize()
-
 
 class Repetition:
     """The state of one repetition."""
@@ -172,6 +160,14 @@ class Repetition:
         self.emitted: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
         self.added_at: dict[str, int] = {}
+
+    def main(self) -> None:
+        """All rounds; then a batch that is still queued ends, and a fault on the GPU comes out, in this repetition."""
+        for number, part in enumerate(self.plan["rounds"]):
+            self.round(number, part)
+        for _ in range(DRAIN_STEPS):
+            self.engine.step()
+        synchronize()
 
     def round(self, number: int, part: Mapping[str, Any]) -> None:
         """Requests arrive at their steps, as long as fewer than `concurrency` are in flight, until all have ended."""
@@ -349,17 +345,14 @@ def middle(values: Sequence[float]) -> float | None:
 def versions(vllm: ModuleType) -> dict[str, str]:
     """Of the packages that matter, as this interpreter sees them."""
     found = {"python": platform.python_version(), "vllm": str(getattr(vllm, "__version__", ""))}
-    for name in PACKAGES[1:]:
-        try:
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
-def refuse_another_release(vllm: ModuleType, wanted: str) -> None:
+def refuse_another_release(found: str, wanted: str) -> None:
     """Leave where the release is not the one that the arm is about."""
-    found = str(getattr(vllm, "__version__", ""))
     if found.split("+")[0] != wanted:
         print(f"this environment holds vllm {found}, the arm needs {wanted}", file=sys.stderr, flush=True)
         os._exit(WRONG_RELEASE)
@@ -379,12 +372,11 @@ def chosen(engine: Any) -> dict[str, Any]:
 
 def counters(engine: Any) -> dict[str, Any]:
     """The engine's counters of drafts; empty without speculation."""
-    found: dict[str, Any] = {}
-    for metric in engine.get_metrics():
-        if name := COUNTERS.get(metric.name):
-            value = list(metric.values) if hasattr(metric, "values") else metric.value
-            found[name] = value
-    return found
+    return {
+        COUNTERS[metric.name]: list(metric.values) if hasattr(metric, "values") else metric.value
+        for metric in engine.get_metrics()
+        if metric.name in COUNTERS
+    }
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

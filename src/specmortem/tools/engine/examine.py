@@ -11,7 +11,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from specmortem import facts
-from specmortem.doctor import Check, Word
+from specmortem.doctor import Check
 from specmortem.tools.engine.arms import ALWAYS_ENV, NEWEST, OLDEST
 from specmortem.tools.engine.process import Environment
 
@@ -55,8 +55,8 @@ def examine_engine(place: str | None) -> list[Check]:
 def examine(environment: Environment, model: Path) -> list[Check]:
     """All checks of an environment and of a model's directory, in the order in which a reader wants them."""
     found = probe(environment)
-    asked = [Check(name, *check(found), name in REQUIRED) for name, check in CHECKS.items()]
-    return [*asked, _model(model)]
+    checks: tuple[Callable[[Found], Check], ...] = (_python, _gpu, _vllm, _flashinfer)
+    return [*(check(found) for check in checks), _model(model)]
 
 
 def probe(environment: Environment) -> Found:
@@ -82,48 +82,43 @@ def probe(environment: Environment) -> Found:
     return found
 
 
-def _python(found: Found) -> tuple[Word, str]:
+def _python(found: Found) -> Check:
     if "error" in found:
-        return "missing", f"the interpreter cannot be asked: {found['error']}"
+        return Check("engine python", "missing", f"the interpreter cannot be asked: {found['error']}", True)
     if Version(found["python"]) < Version("3.11"):
-        return "missing", f"{found['python']}; engines are started with 3.11 or newer"
-    return "ok", str(found["python"])
+        return Check(
+            "engine python", "missing", f"{found['python']}; engines are started with 3.11 or newer", True
+        )
+    return Check("engine python", "ok", str(found["python"]), True)
 
 
-def _gpu(found: Found) -> tuple[Word, str]:
+def _gpu(found: Found) -> Check:
     if name := found.get("gpu"):
-        return "ok", f"{name}, torch {found.get('torch', 'unknown')}"
+        return Check("engine GPU", "ok", f"{name}, torch {found.get('torch', 'unknown')}", True)
     why = found.get("torch_error") or found.get("gpu_error") or "torch finds no usable GPU"
-    return "missing", f"{why}; engines do not start without one"
+    return Check("engine GPU", "missing", f"{why}; engines do not start without one", True)
 
 
-def _vllm(found: Found) -> tuple[Word, str]:
+def _vllm(found: Found) -> Check:
     if "vllm" not in found:
         why = found.get("vllm_error", "not asked")
-        return "missing", f"cannot be imported ({why}); give another --python"
+        return Check("engine vllm", "missing", f"cannot be imported ({why}); give another --python", True)
     version = str(found["vllm"])
     try:
         release = Version(version.split("+")[0])
     except InvalidVersion:
-        return "limited", f"{version}: not a release, so no arm fits it"
+        return Check("engine vllm", "limited", f"{version}: not a release, so no arm fits it", True)
     if Version(OLDEST) <= release <= Version(NEWEST):
-        return "ok", f"{version}, within {OLDEST} to {NEWEST}"
-    return "missing", f"{version} is outside {OLDEST} to {NEWEST}"
+        return Check("engine vllm", "ok", f"{version}, within {OLDEST} to {NEWEST}", True)
+    return Check("engine vllm", "missing", f"{version} is outside {OLDEST} to {NEWEST}", True)
 
 
-def _flashinfer(found: Found) -> tuple[Word, str]:
+def _flashinfer(found: Found) -> Check:
     if version := found.get("flashinfer"):
-        return "ok", f"{version}: arms that force FlashInfer attention can run"
-    return "missing", "not installed: arms that force FlashInfer attention cannot start"
-
-
-CHECKS: Mapping[str, Callable[[Found], tuple[Word, str]]] = {
-    "engine python": _python,
-    "engine GPU": _gpu,
-    "engine vllm": _vllm,
-    "engine flashinfer": _flashinfer,
-}
-REQUIRED = ("engine python", "engine GPU", "engine vllm")
+        return Check("engine flashinfer", "ok", f"{version}: arms that force FlashInfer attention can run")
+    return Check(
+        "engine flashinfer", "missing", "not installed: arms that force FlashInfer attention cannot start"
+    )
 
 
 def _model(folder: Path) -> Check:
