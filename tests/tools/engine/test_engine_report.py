@@ -197,7 +197,7 @@ def test_a_count_of_zero_has_one_bound_wherever_it_stands():
 
 
 def test_a_difference_that_may_be_chance_is_told_so(results):
-    pair = ("a", "b", "x", "", MEASURES[0])
+    pair = ("a", "b", "x", MEASURES[0])
     found = compare.Comparison(*pair, (Rate(1, 5), Rate(0, 5)), adjusted=1.0)
     assert found.said == "no difference shown at p < 0.05 (p = 1 over the pairs)"
     empty = compare.Comparison(*pair, (Rate(1, 5), Rate(0, 0)))

@@ -44,28 +44,21 @@ class Measure:
 
 @dataclass(frozen=True)
 class Rate:
-    """So many of so many; the interval is exact."""
+    """So many of so many."""
 
     events: int
     trials: int
 
-    @property
-    def share(self) -> float | None:
-        """The rate; None for no trial."""
-        return self.events / self.trials if self.trials else None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Clopper-Pearson, 95%; None for no trial."""
-        return exact.clopper_pearson(self.events, self.trials) if self.trials else None
-
     def __str__(self) -> str:
-        """For example `3 / 12 (5.5% to 57%)`; for a count of zero what it allows, one-sided."""
-        if self.interval is None:
+        """With the exact interval (Clopper-Pearson, 95%), for example `3 / 12 (5.5% to 57%)`.
+
+        For a count of zero with what it allows, one-sided.
+        """
+        if not self.trials:
             return "not tried"
         if not self.events:
             return f"0 / {self.trials:,} (below {_percent(exact.zero_bound(self.trials))})"
-        low, high = self.interval
+        low, high = exact.clopper_pearson(self.events, self.trials)
         return f"{self.events:,} / {self.trials:,} ({_percent(low)} to {_percent(high)})"
 
 
@@ -112,7 +105,6 @@ class Comparison:
     left: str
     right: str
     variable: str
-    question: str
     measure: Measure
     rates: tuple[Rate, Rate]
     reason: str = ""
@@ -136,7 +128,7 @@ class Comparison:
             return f"no difference shown: {self.left} {left}; {self.right} {right}"
         if self.adjusted >= SIGNIFICANT:
             return f"no difference shown at p < {SIGNIFICANT:g} (p = {self.adjusted:.2g} over the pairs)"
-        more = self.left if (left.share or 0) > (right.share or 0) else self.right
+        more = self.left if left.events / left.trials > right.events / right.trials else self.right
         return f"more in {more} (p = {self.adjusted:.2g} over the pairs)"
 
 
@@ -157,8 +149,7 @@ def _comparison(arms: Mapping[str, ArmRuns], pair: Mapping[str, str], measure: M
     left, right = arms[pair["left"]], arms[pair["right"]]
     rates = rate(left, measure), rate(right, measure)
     reason = "; ".join(f"{arm.name} ended with {arm.not_judged}" for arm in (left, right) if arm.not_judged)
-    question = pair.get("question", "")
-    return Comparison(left.name, right.name, pair["variable"], question, measure, rates, reason)
+    return Comparison(left.name, right.name, pair["variable"], measure, rates, reason)
 
 
 def _adjusted(found: Sequence[Comparison]) -> list[Comparison]:
