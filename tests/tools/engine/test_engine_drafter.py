@@ -31,14 +31,6 @@ def release(request):
     return upstream.resolve(f"vllm=={request.param}")
 
 
-def tree(release, path):
-    return ast.parse(release.fetch([path])[path].read_text(encoding="utf-8"))
-
-
-def named(within, kind, name):
-    return next(node for node in ast.walk(within) if isinstance(node, kind) and node.name == name)
-
-
 def assigned(definition):
     """Attributes that a class's methods assign to self."""
     targets = (
@@ -53,11 +45,11 @@ def assigned(definition):
 def test_the_path_to_the_drafter_is_that_of_the_release(release):
     assert tuple(name for _, _, name in PATH)[: len(child.DRAFTER)] == child.DRAFTER
     for path, owner, name in PATH:
-        assert f"self.{name}" in assigned(named(tree(release, path), ast.ClassDef, owner)), (path, name)
+        assert f"self.{name}" in assigned(upstream.definition(release, path, owner)), (path, name)
 
 
 def test_every_draft_pass_calls_the_model_and_nothing_else_of_it_that_forwards(release):
-    propose = named(tree(release, PROPOSER), ast.FunctionDef, "propose")
+    propose = upstream.definition(release, PROPOSER, "SpecDecodeBaseProposer.propose")
     calls = [node for node in ast.walk(propose) if isinstance(node, ast.Call)]
     passes = [call.lineno for call in calls if ast.unparse(call.func) == "self.model"]
     (loop,) = (
@@ -74,9 +66,11 @@ def test_an_eager_model_is_called_past_the_hooks_of_a_module_but_through_its_for
     import torch
 
     model_file = "vllm/model_executor/models/qwen3_next_mtp.py"
-    drafting = named(tree(release, model_file), ast.ClassDef, "Qwen3NextMTP")
+    drafting = upstream.definition(release, model_file, "Qwen3NextMTP")
     assert "support_torch_compile" in [ast.unparse(each) for each in drafting.decorator_list]
-    call = named(tree(release, "vllm/compilation/decorators.py"), ast.FunctionDef, "__call__")
+    file = "vllm/compilation/decorators.py"
+    code = ast.walk(ast.parse(release.fetch([file])[file].read_text(encoding="utf-8")))
+    call = next(node for node in code if isinstance(node, ast.FunctionDef) and node.name == "__call__")
     first = next(node for node in call.body if isinstance(node, ast.If))
     call.body, call.args.args[0].annotation = [first], None
     call.args.vararg.annotation = call.args.kwarg.annotation = call.returns = None
@@ -98,10 +92,10 @@ def test_the_drafters_attention_is_its_own_from_0_21_on(release):
     """Why arms name the backend of both: what is not named is chosen anew for the drafter."""
     fields = {
         node.target.id
-        for node in named(tree(release, "vllm/config/speculative.py"), ast.ClassDef, "SpeculativeConfig").body
+        for node in upstream.definition(release, "vllm/config/speculative.py", "SpeculativeConfig").body
         if isinstance(node, ast.AnnAssign)
     }
-    own = named(tree(release, PROPOSER), ast.FunctionDef, "_create_draft_vllm_config")
+    own = upstream.definition(release, PROPOSER, "SpecDecodeBaseProposer._create_draft_vllm_config")
     taken = [ast.unparse(node.value) for node in ast.walk(own) if isinstance(node, ast.keyword)]
     apart = release.version != "0.20.0"
     assert ("attention_backend" in fields) is ("spec_cfg.attention_backend" in taken) is apart
@@ -110,7 +104,7 @@ def test_the_drafters_attention_is_its_own_from_0_21_on(release):
 def test_the_patch_wraps_the_builds_that_fill_page_locked_buffers(release):
     """All of them go through `build` of one class: it alone calls what fills, and nothing else of it overrides."""
     path = "vllm/v1/attention/backends/flashinfer.py"
-    builder = named(tree(release, path), ast.ClassDef, "FlashInferMetadataBuilder")
+    builder = upstream.definition(release, path, "FlashInferMetadataBuilder")
     methods = {node.name: node for node in builder.body if isinstance(node, ast.FunctionDef)}
     fills = {
         name

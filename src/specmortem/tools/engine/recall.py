@@ -96,7 +96,7 @@ def acceptance(model: TinyModel, given: Sequence[RecallTask], depth: int = DEPTH
     plain = greedy(model, prompts, answers.shape[1]).tokens.tolist()
     wrong = sum(run.tokens != tokens for run, tokens in zip(runs, plain, strict=True))
     steps = Counter(count for run in runs for count in run.counts)
-    return RecallAcceptance(sum(run.proposed for run in runs), dict(sorted(steps.items())), wrong)
+    return RecallAcceptance(depth * sum(len(run.counts) for run in runs), dict(sorted(steps.items())), wrong)
 
 
 def rolled(state: State) -> State:
@@ -159,18 +159,19 @@ def measure(model: TinyModel, count: int = 64) -> dict[str, Any]:
     rounded = copy.deepcopy(halved)
     rounded.keep_state_in(torch.bfloat16)
     models = {"float32": model, "bfloat16": halved, "bfloat16 state": rounded}
-    report: dict[str, Any] = {"answer_tokens": ANSWER, "draft_depth": DEPTH, "prompts": {}}
+    prompts: dict[int, Any] = {}
     for length in LENGTHS:
         given = tasks(count, HELD_OUT, (length, length), ANSWER)
-        row: dict[str, Any] = {name: _row(recall(one, given)) for name, one in models.items()}
         drafts = acceptance(model, given[: max(1, count // 8)])
-        row |= {"drafts_proposed": drafts.proposed, "drafts_accepted": round(drafts.rate, 4)}
-        row["steps_by_accepted"] = drafts.steps
-        report["prompts"][length] = row
-    for length, few in LONG.items():
-        report["prompts"][length] = {
-            "float32": _row(recall(model, tasks(few, HELD_OUT, (length, length), ANSWER)))
+        prompts[length] = {name: _row(recall(one, given)) for name, one in models.items()} | {
+            "drafts_proposed": drafts.proposed,
+            "drafts_accepted": round(drafts.rate, 4),
+            "steps_by_accepted": drafts.steps,
         }
+    for length, few in LONG.items():
+        found = recall(model, tasks(few, HELD_OUT, (length, length), ANSWER))
+        prompts[length] = {"float32": _row(found)}
+    report: dict[str, Any] = {"answer_tokens": ANSWER, "draft_depth": DEPTH, "prompts": prompts}
     others = alternating(count, HELD_OUT, LENGTHS[1], ANSWER)
     for when, at in {"in the answer": ANSWER // 4, "in the prompt": -LENGTHS[1] // 2}.items():
         after = {name: after_change(model, others, at, change) for name, change in CHANGES.items()}

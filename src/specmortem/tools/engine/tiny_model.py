@@ -192,11 +192,8 @@ class Attention(nn.Module):
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()
         self.config, hidden = config, config.hidden_size
-        self.heads, self.groups, self.size = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.size = config.head_dim
         self.q_proj = nn.Linear(hidden, 2 * self.heads * self.size, bias=False)
         self.k_proj = nn.Linear(hidden, self.groups * self.size, bias=False)
         self.v_proj = nn.Linear(hidden, self.groups * self.size, bias=False)
@@ -517,21 +514,10 @@ def greedy(model: TinyModel, prompts: Tensor, count: int, past: State | None = N
 
 
 class Speculated(NamedTuple):
-    """Text of one request, and how many of `depth` drafts each step accepted."""
+    """Text of one request, and how many drafts each step accepted."""
 
     tokens: list[int]
-    depth: int
     counts: list[int]
-
-    @property
-    def proposed(self) -> int:
-        """Drafts of all steps."""
-        return self.depth * len(self.counts)
-
-    @property
-    def accepted(self) -> int:
-        """Those that the main model would have said."""
-        return sum(self.counts)
 
 
 @torch.no_grad()
@@ -556,7 +542,7 @@ def speculate(model: TinyModel, prompt: Sequence[int], count: int, depth: int) -
         hidden, fresh = hidden[:, : right + 1], told[: right + 1]
         said += fresh
         counts.append(right)
-    return Speculated(said[:count], depth, counts)
+    return Speculated(said[:count], counts)
 
 
 def _drafts(
