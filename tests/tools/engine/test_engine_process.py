@@ -26,18 +26,24 @@ from specmortem.tools.engine.workload import plan, warm_up
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch):
-    """Ends what a test's engines left behind, and fails the test then."""
+    """Ends what a test's engines left behind, and fails the test then; gives the mark of its processes."""
     monkeypatch.setenv("SPECMORTEM_TEST", mark := uuid.uuid4().hex)
-    yield
-    left = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"SPECMORTEM_TEST={mark}".encode() in (folder / "environ").read_bytes():
-                left.add(int(folder.name))
+    yield mark
+    left = marked(mark)
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert left == set()
+
+
+def marked(mark):
+    """The processes that were started with a mark."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"SPECMORTEM_TEST={mark}".encode() in (folder / "environ").read_bytes():
+                found.add(int(folder.name))
+    return found
 
 
 def only_arm(results, name):
@@ -218,7 +224,7 @@ def test_a_supervisor_that_is_lost_ends_the_arm_unjudged(tmp_path, monkeypatch, 
     assert arm.not_judged.startswith(f"exit: the supervisor process {said}")
 
 
-def test_nothing_of_an_engine_outlives_a_caller_that_is_killed(tmp_path):
+def test_nothing_of_an_engine_outlives_a_caller_that_is_killed(tmp_path, nothing_is_left):
     pids, temporary = tmp_path / "pids", tmp_path / "temporary"
     temporary.mkdir()
     cue = {"fault": "slip", "at": 3, "pids": str(pids)}
@@ -240,6 +246,7 @@ def test_nothing_of_an_engine_outlives_a_caller_that_is_killed(tmp_path):
         caller.wait()
     assert not any(map(_alive, map(int, pids.read_text().split())))
     assert _within(60, lambda: not list(temporary.iterdir()))
+    assert _within(60, lambda: not marked(nothing_is_left)), "the supervisor leaves when its folder is gone"
 
 
 def _within(seconds, true):
