@@ -12,8 +12,10 @@ import importlib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ SPECULATION = "engine.speculative_config"
 NO_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
 LEAST_RUNS = 5
 OLDEST, NEWEST = "0.20.0", "0.26.0"
-PATCHES = ("build-event",)  # of serving/child.py, which is run by path and cannot be asked
+PATCHES = ("build-event",)  # of child.py, which is run by path and cannot be asked
 # Run in this process and thread, from a directory alone, without kernels that would be compiled first, and with the
 # configurations that Triton's autotuner has timed once: it keeps them beside its kernels (Triton 3.6.0, knobs.py:375).
 ALWAYS_ENGINE: Mapping[str, Any] = {"skip_tokenizer_init": True, "seed": 0}
@@ -216,7 +218,9 @@ def parse(data: Mapping[str, Any]) -> Experiment:
     notes = tuple(str(note) for note in data.get("notes", ()))
     model = ServedModel(**data["model"])
     found = Experiment(data["incident"], data["question"], model, arms, (), notes=notes, **given)
-    return _checked(found, [_pair(found, _table(table, "[[pairs]]")) for table in data.get("pairs", [])])
+    _check(found)
+    pairs = [_pair(found, _table(table, "[[pairs]]")) for table in data.get("pairs", [])]
+    return replace(found, pairs=tuple(pairs))
 
 
 def _table(value: Any, where: str) -> Mapping[str, Any]:
@@ -235,7 +239,7 @@ def _typed(table: Mapping[str, Any], kinds: Mapping[str, Kinds], where: str) -> 
             raise BadInputError(f"{where}{name} = {value!r}; give {WORDS[kind]}")
 
 
-def _checked(found: Experiment, pairs: Iterable[Pair]) -> Experiment:
+def _check(found: Experiment) -> None:
     if found.runs < LEAST_RUNS:
         raise BadInputError(f"runs = {found.runs}; an arm needs at least {LEAST_RUNS}")
     for name in ("start_timeout_s", "run_timeout_s"):
@@ -254,7 +258,6 @@ def _checked(found: Experiment, pairs: Iterable[Pair]) -> Experiment:
             raise BadInputError(
                 f"arm {arm.name}: its reference {arm.reference} differs in {variable}, not in {SPECULATION} alone"
             )
-    return Experiment(**{**vars(found), "pairs": tuple(pairs)})
 
 
 def _pair(found: Experiment, table: Mapping[str, Any]) -> Pair:
@@ -355,9 +358,7 @@ def _put(made: dict[str, Any], key: str, value: Any, name: str) -> None:
 
 def _drop(made: dict[str, Any], key: str, name: str) -> None:
     *path, last = key.split(".")
-    at: Any = made
-    for part in path:
-        at = at.get(part) if isinstance(at, dict) else None
-    if not isinstance(at, dict) or last not in at:
-        raise BadInputError(f"arm {name}: without {key}: the base has no such key")
-    del at[last]
+    try:
+        del reduce(getitem, path, made)[last]
+    except (KeyError, TypeError) as error:
+        raise BadInputError(f"arm {name}: without {key}: the base has no such key") from error
