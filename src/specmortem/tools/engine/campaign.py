@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
@@ -105,24 +105,22 @@ class RunPlan(NamedTuple):
     answers: Answers
 
 
+@dataclass
 class EngineCampaign:
-    """The state of a call of `run`."""
+    """The state of a call of `run`: `folder` holds the model, `named` are words for places that are not told."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        folder: Path,
-        out: Path,
-        options: Options,
-        say: Say,
-        named: Mapping[str | Path, str],
-    ) -> None:
-        """`folder` holds the model; `named` are words for places that are not told."""
-        self.experiment, self.folder, self.out, self.options, self.say = experiment, folder, out, options, say
-        self.named = named
-        self.runs = options.runs or experiment.runs
-        self.eos = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
-        minutes = options.minutes
+    experiment: Experiment
+    folder: Path
+    out: Path
+    options: Options
+    say: Say
+    named: Mapping[str | Path, str]
+
+    def __post_init__(self) -> None:
+        self.runs = self.options.runs or self.experiment.runs
+        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        self.eos = config.get("eos_token_id")
+        minutes = self.options.minutes
         self.until = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
         self.plans: dict[tuple[int, Workload], RunPlan] = {}
         self.host = {"system": platform.platform(), "driver": _driver(), **verdict.versions(("specmortem",))}
@@ -204,7 +202,7 @@ class EngineCampaign:
 
     def _start(self, arm: EngineArm, environment: Environment, left: Sequence[int]) -> Start:
         """One engine process for the runs that are left; what it tells goes into the result at once."""
-        follower = _Follower(self, arm)
+        follower = _Follower(self, arm, len(self.arms[arm.name].starts))
         runs = [self.plan(arm, number).told for number in left]
         request = {
             "vllm": arm.vllm,
@@ -272,15 +270,16 @@ class EngineCampaign:
         return next((run for run in found.runs if run.run == number), None)
 
 
+@dataclass
 class _Follower:
-    """Turns what one process tells into runs."""
+    """Turns what one process tells, that of start `start` of an arm, into runs."""
 
-    def __init__(self, campaign: EngineCampaign, arm: EngineArm) -> None:
-        self.campaign, self.arm = campaign, arm
-        self.start = len(campaign.arms[arm.name].starts)
-        self.current: int | None = None
-        self.first = True
-        self.requests: list[EngineRequest] = []
+    campaign: EngineCampaign
+    arm: EngineArm
+    start: int
+    current: int | None = None
+    first: bool = True
+    requests: list[EngineRequest] = field(default_factory=list)
 
     def take(self, event: Event) -> None:
         if event["event"] == "up":

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -142,25 +142,24 @@ def run(
     return ended.replace(**clean)
 
 
+@dataclass
 class _Following:
     """Takes what a process tells, and has its supervisor kill it when the time for what it does now is up."""
 
-    def __init__(
-        self,
-        supervisor: SupervisorHandle,
-        events: Path,
-        limits: StartLimits,
-        on_event: Callable[[Event], None],
-    ) -> None:
-        self.supervisor, self.events, self.limits, self.on_event = supervisor, events, limits, on_event
-        self.phase: Phase = "import"
-        self.run: int | None = None
-        self.fault: Event | None = None
-        self.facts: dict[str, Any] = {}
-        self.report: Mapping[str, Any] | None = None
-        self.interrupted = False
-        self.read = 0  # bytes of the events
-        self._begin(limits.start_s)
+    supervisor: SupervisorHandle
+    events: Path
+    limits: StartLimits
+    on_event: Callable[[Event], None]
+    phase: Phase = "import"
+    run: int | None = None
+    fault: Event | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    report: Mapping[str, Any] | None = None
+    interrupted: bool = False
+    read: int = 0  # bytes of the events
+
+    def __post_init__(self) -> None:
+        self._begin(self.limits.start_s)
 
     def to_the_end(self) -> str:
         """Until the process has ended and nothing of it is left; how the supervisor was lost, should it be."""
