@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from specmortem import device
-from specmortem.incidents.pp_align_copy.engine.pipeline import Pipeline
 from specmortem.incidents.pp_align_copy.engine.scheduler import EngineConfig, Request
-from specmortem.incidents.pp_align_copy.engine.tag_model import TagModel
+from specmortem.incidents.pp_align_copy.engine.tag_model import TagPipeline
 
 CONFIG = EngineConfig(
     pp_size=2,
@@ -27,17 +26,8 @@ class Engine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         dev = device.open("sim", schedule="immediate")
-        self.model = TagModel(dev, CONFIG)
         self.accept = True
-        self.pipeline = Pipeline(
-            dev,
-            CONFIG,
-            [],
-            subject=self.subject,
-            model=lambda rank: self.model,
-            sampler=self.sample,
-            ranks=[0],
-        )
+        self.pipeline = TagPipeline(dev, CONFIG, [], self.subject, self.sample)
         self.worker = self.pipeline.workers[0]
         self.names, self.seen, self.owned = 0, 0, {}
 
@@ -77,7 +67,7 @@ class Engine(RuleBasedStateMachine):
 
     @invariant()
     def every_request_goes_on_from_its_own_state(self):
-        assert self.model.wrong == [] and self.worker.missed == 0
+        assert self.pipeline.model.wrong == [] and self.worker.missed == 0
 
 
 TestEngine = Engine.TestCase

@@ -4,11 +4,16 @@ import torch
 from specmortem import device
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.incidents.pp_align_copy import arms as pp_align
-from specmortem.incidents.pp_align_copy.engine.pipeline import Pipeline, RandomAcceptance
+from specmortem.incidents.pp_align_copy.engine.pipeline import RandomAcceptance
 from specmortem.incidents.pp_align_copy.engine.ranks import run_ranks
-from specmortem.incidents.pp_align_copy.engine.recurrent_model import blocked_argmax, expected_text, speak
+from specmortem.incidents.pp_align_copy.engine.recurrent_model import (
+    SpeakingPipeline,
+    blocked_argmax,
+    expected_text,
+)
 from specmortem.incidents.pp_align_copy.engine.scheduler import EngineConfig, Request, Scheduler
-from specmortem.incidents.pp_align_copy.engine.tag_model import TagModel
+from specmortem.incidents.pp_align_copy.engine.tag_model import TagPipeline
+from specmortem.incidents.pp_align_copy.engine.worker import Worker
 from specmortem.isolation import ArmResult
 
 
@@ -28,29 +33,43 @@ def test_a_decode_runs_again_pp_size_steps_later_and_prefill_chunks_on_consecuti
 
 def run(config, requests, subject="after", seed=0):
     dev = device.open("sim", schedule="immediate")
-    model = TagModel(dev, config)
-    pipeline = Pipeline(
-        dev,
-        config,
-        requests,
-        subject=subject,
-        model=lambda rank: model,
-        sampler=RandomAcceptance(seed),
-        ranks=[0],
-    )
-    return pipeline.run(), model
+    return TagPipeline(dev, config, requests, subject, RandomAcceptance(seed)).run()
+
+
+@pytest.mark.parametrize("pp_size", [1, 2, 3, 5])
+def test_a_rank_takes_in_a_step_pp_size_steps_later_and_the_last_one_at_once(pp_size, monkeypatch):
+    dev, config = device.open("sim", schedule="immediate"), EngineConfig(pp_size=pp_size)
+    one = TagPipeline(dev, config, [Request(1, (0,) * 20, 6)], "after", RandomAcceptance(0))
+    step_of, seen = {}, []
+    sample, consume = one._sampled, Worker._consume
+
+    def sampled(batch, hidden):
+        where = sample(batch, hidden)
+        step_of[where] = batch.step
+        return where
+
+    def consumed(self, step, entry):
+        seen.append((step, step_of[entry.sampled]))
+        consume(self, step, entry)
+
+    monkeypatch.setattr(one, "_sampled", sampled)
+    monkeypatch.setattr(Worker, "_consume", consumed)
+    one.run()
+    late = pp_size if pp_size > 1 else 0
+    assert seen == [(step, step - late) for step in range(late, one.steps)]
 
 
 def test_a_pool_that_is_too_small_preempts_and_every_request_still_gets_its_tokens():
     config = EngineConfig(pp_size=2, block_size=4, max_model_len=20, num_blocks=10)
-    done, model = run(config, [Request(n, (0,) * 8, 10) for n in range(1, 5)])
-    assert done.preemptions > 0 and model.wrong == []
-    assert {name: len(text) for name, text in done.outputs.items()} == dict.fromkeys(range(1, 5), 10)
+    done = run(config, [Request(n, (0,) * 8, 10) for n in range(1, 5)])
+    assert done.scheduler.preemptions > 0 and done.model.wrong == []
+    texts = done.scheduler.finished
+    assert {name: len(text) for name, text in texts.items()} == dict.fromkeys(range(1, 5), 10)
 
 
 def test_an_aborted_request_gives_no_output_and_no_later_copy():
-    done, _ = run(EngineConfig(), [Request(1, (0,) * 5, 20, aborts=7), Request(2, (0,) * 5, 20, 2)])
-    assert list(done.outputs) == [2]
+    done = run(EngineConfig(), [Request(1, (0,) * 5, 20, aborts=7), Request(2, (0,) * 5, 20, 2)])
+    assert list(done.scheduler.finished) == [2]
     assert all(copied.step <= 7 for copied in done.copied if copied.request == 1)
 
 
@@ -69,15 +88,8 @@ def test_a_request_longer_than_the_engine_is_refused():
 
 
 def test_a_run_that_does_not_end_says_so():
-    dev, config = device.open("sim"), EngineConfig()
-    pipeline = Pipeline(
-        dev,
-        config,
-        pp_align.STAGGERED,
-        subject="after",
-        model=lambda rank: TagModel(dev, config),
-        sampler=RandomAcceptance(0),
-        ranks=[0],
+    pipeline = TagPipeline(
+        device.open("sim"), EngineConfig(), pp_align.STAGGERED, "after", RandomAcceptance(0)
     )
     with pytest.raises(BadInputError, match="max_steps"):
         pipeline.run(max_steps=3)
@@ -105,10 +117,10 @@ def test_a_width_that_does_not_divide_the_vocabulary_is_refused(width):
 
 
 def test_the_model_says_different_things_to_different_prompts():
-    speech = speak(device.open("sim"), EngineConfig(), pp_align.STAGGERED)
-    assert len({tuple(text) for text in speech.texts.values()}) == len(pp_align.STAGGERED)
-    again = expected_text(speech.models, pp_align.STAGGERED[0])
-    assert again == speech.texts[1]
+    speaking = SpeakingPipeline(device.open("sim"), EngineConfig(), pp_align.STAGGERED, "after")
+    assert len({tuple(text) for text in speaking.texts.values()}) == len(pp_align.STAGGERED)
+    first = pp_align.STAGGERED[0]
+    assert expected_text(speaking.models, first.prompt, first.max_tokens) == speaking.texts[1]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -23,27 +23,20 @@ from specmortem.device import Device
 from specmortem.errors import BadInputError
 from specmortem.incidents.pp_align_copy import fix
 from specmortem.incidents.pp_align_copy.engine.decode_graphs import DecodeGraphs
-from specmortem.incidents.pp_align_copy.engine.pipeline import (
-    DecidedAcceptance,
-    Pipeline,
-    PipelineRun,
-    RandomAcceptance,
-)
+from specmortem.incidents.pp_align_copy.engine.pipeline import DecidedAcceptance, RandomAcceptance
 from specmortem.incidents.pp_align_copy.engine.ranks import run_ranks
 from specmortem.incidents.pp_align_copy.engine.recurrent_model import (
     Carried,
-    GreedyVerifier,
     RecurrentModel,
-    Speech,
+    SpeakingPipeline,
     continued,
     fresh,
     read,
-    speak,
 )
 from specmortem.incidents.pp_align_copy.engine.scheduler import EngineConfig, Request
-from specmortem.incidents.pp_align_copy.engine.tag_model import TagModel
+from specmortem.incidents.pp_align_copy.engine.tag_model import TagPipeline
 from specmortem.incidents.pp_align_copy.engine.worker import Copied, Copies, Worker
-from specmortem.incidents.pp_align_copy.kernels import AFTER, Guards
+from specmortem.incidents.pp_align_copy.kernels import Guards
 from specmortem.verdict import DeviceKind
 
 SMALL = EngineConfig(pp_size=2, num_speculative_tokens=2, block_size=8, max_num_seqs=4, max_model_len=96)
@@ -84,24 +77,6 @@ def _controlled(control: str, config: EngineConfig) -> tuple[EngineConfig, Seque
     return replace(config, **settings.get(control, {})), requests.get(control, STAGGERED)
 
 
-def _pipeline(
-    subject: str, dev: Device, config: EngineConfig, requests: Sequence[Request], width: int, seed: int
-) -> tuple[Pipeline, Speech, GreedyVerifier]:
-    """The small model in every rank, what it should say, and its sampler."""
-    speech = speak(dev, config, requests, width, seed)
-    sampler = GreedyVerifier(speech.models[-1], width)
-    pipeline = Pipeline(
-        dev,
-        config,
-        requests,
-        subject=subject,
-        model=lambda rank: speech.models[rank],
-        sampler=sampler,
-        drafter=speech.drafter,
-    )
-    return pipeline, speech, sampler
-
-
 def control(
     subject: str,
     control: str = "eager",
@@ -117,12 +92,11 @@ def control(
     """
     config, requests = _controlled(control, replace(SMALL, pp_size=pp_size))
     dev = devices.open(device, schedule="immediate" if control == "launch-blocking" else "lazy")
-    pipeline, speech, sampler = _pipeline(subject, dev, config, requests, width, seed)
+    pipeline = SpeakingPipeline(dev, config, requests, subject, width, seed)
     if control == "graphs":
-        for worker, model in zip(pipeline.workers, speech.models, strict=True):
+        for worker, model in zip(pipeline.workers, pipeline.models, strict=True):
             worker.graphs = DecodeGraphs(dev, config, model, worker.layout)
-    run = pipeline.run()
-    return _account(run, speech.texts, width) | {"nan_rows": sampler.nan_rows, "steps": run.steps}
+    return _account(pipeline.run(), width)
 
 
 class _PrefixCache:
@@ -150,9 +124,9 @@ def prefix_hits(subject: str, device: str = "sim", pp_size: int = 2, length: int
     with the first request's last token would leave none.
     """
     config = replace(SMALL, pp_size=pp_size, num_blocks=256)
-    pipeline, speech, _ = _pipeline(subject, devices.open(device), config, STAGGERED, 1024, 0)
-    cache, models = _PrefixCache(pipeline.workers[-1], speech.models), speech.models
-    outputs = pipeline.run().outputs
+    pipeline = SpeakingPipeline(devices.open(device), config, STAGGERED, subject)
+    cache, models = _PrefixCache(pipeline.workers[-1], pipeline.models), pipeline.models
+    outputs = pipeline.run().scheduler.finished
     wrong = []
     for req_id, end, carried in cache.kept:
         known = [*STAGGERED[req_id - 1].prompt, *outputs[req_id]]
@@ -178,22 +152,25 @@ def _effect(stuck: Sequence[Any], *wrong: object) -> str:
     return "constant-token" if stuck else "corruption" if any(wrong) else "clean"
 
 
-def _account(run: PipelineRun, expected: dict[int, list[int]], width: int) -> dict[str, Any]:
+def _account(run: SpeakingPipeline, width: int) -> dict[str, Any]:
     """What a user sees, and the copies that led to it."""
-    differ, wrong = _different(run.outputs, expected), run.wrong
-    stuck = _stuck(run.outputs, differ, width)
+    outputs, wrong = run.scheduler.finished, run.wrong
+    differ = _different(outputs, run.texts)
+    stuck = _stuck(outputs, differ, width)
     return {
         "effect": _effect(stuck, differ, wrong, run.missed),
         "why": _row(wrong[0]) if wrong else f"{run.missed} copies not made" if run.missed else "",
         "texts_wrong": differ,
         "texts_stuck": stuck,
-        "outputs": {str(req_id): text for req_id, text in run.outputs.items()},
-        "expected": {str(req_id): text for req_id, text in expected.items()},
+        "outputs": {str(req_id): text for req_id, text in outputs.items()},
+        "expected": {str(req_id): text for req_id, text in run.texts.items()},
         "copies": len(run.copied),
         "wrong_copies": len(wrong),
         "missed_copies": run.missed,
         "first_wrong_step": wrong[0].step if wrong else None,
         "damage": _damage(wrong),
+        "nan_rows": run.verifier.nan_rows,
+        "steps": run.steps,
     }
 
 
@@ -252,75 +229,20 @@ def _stream_of(requests: int, texts: int = 32) -> list[Request]:
     return [Request(n, *asked[n % texts], 4 * n) for n in range(1, requests + 1)]
 
 
-class _Account:
-    """A pipeline of which one rank runs, the first, with the `TagModel`; counts what goes wrong in it."""
+def _immediate(device: str) -> Device:
+    return devices.open(device, schedule="immediate")
 
-    def __init__(
-        self,
-        subject: str,
-        config: EngineConfig,
-        requests: Sequence[Request],
-        sampler: Any,
-        device: str | Device = "sim",
-        copies: Copies = "plain",
-        guards: Guards = AFTER,
-    ) -> None:
-        dev = device if isinstance(device, Device) else devices.open(device, schedule="immediate")
-        self.config, self.model, self.unsaved = config, TagModel(dev, config), 0
-        self.pipeline = Pipeline(
-            dev,
-            config,
-            requests,
-            subject=subject,
-            model=lambda rank: self.model,
-            sampler=sampler,
-            copies=copies,
-            guards=guards,
-            ranks=[0],
-        )
-        self.worker = self.pipeline.workers[0]
-        self.worker.on_leave = self._leave
 
-    def _leave(self, req_id: int) -> None:
-        """The blocks that a prefix cache would keep; the step in flight is left out."""
-        computed = self.worker.num_computed(req_id)
-        whole = max(0, computed - 1 - self.config.num_speculative_tokens)
-        blocks = self.worker.blocks[req_id]
-        self.unsaved += len(self.model.unsaved(req_id, blocks, whole, self.config.block_size))
-
-    def run(self) -> _Account:
-        """To the end."""
-        self.pipeline.run()
-        return self
-
-    @property
-    def witness(self) -> str:
-        """The first thing that went wrong; empty when nothing did."""
-        if self.worker.wrong:
-            return _row(self.worker.wrong[0])
-        if self.model.wrong:
-            start = self.model.wrong[0]
-            return f"step {start.step}: request {start.request} went on from {start.found} after {start.start} tokens"
-        if self.worker.missed or self.unsaved:
-            return f"{self.worker.missed} copies not made, {self.unsaved} states at block ends not saved"
-        return ""
-
-    @property
-    def figures(self) -> dict[str, int]:
-        """What is counted of a workload."""
-        wrong, starts = self.worker.wrong, self.model.wrong
-        return {
-            "faults": bool(self.witness),
-            "copies": len(self.worker.copied),
-            "wrong_copies": len(wrong),
-            "missed_copies": self.worker.missed,
-            "accepted_resets": sum(copied.in_place for copied in wrong),
-            "unsaved_ends": self.unsaved,
-            "wrong_starts": len(starts),
-            "nan_starts": sum(start.found is None for start in starts),
-            "preemptions": self.pipeline.scheduler.preemptions,
-            "steps": len(self.pipeline.batches),
-        }
+def _witness(one: TagPipeline) -> str:
+    """The first thing that went wrong; empty when nothing did."""
+    if wrong := one.wrong:
+        return _row(wrong[0])
+    if one.model.wrong:
+        start = one.model.wrong[0]
+        return f"step {start.step}: request {start.request} went on from {start.found} after {start.start} tokens"
+    if one.missed or one.unsaved:
+        return f"{one.missed} copies not made, {one.unsaved} states at block ends not saved"
+    return ""
 
 
 def random_workload(seed: int, most: int = 8) -> tuple[EngineConfig, list[Request]]:
@@ -352,15 +274,29 @@ def random_workloads(
 ) -> dict[str, Any]:
     """Workloads `seed` … ; one faults when a copy, a start state or a state at a block's end is wrong."""
     torch.set_num_threads(1)
-    found: Counter[str] = Counter()
+    found: Counter[str] = Counter(dict.fromkeys(FIGURES, 0))
     damage: Counter[str] = Counter()
     witness = ""
     for number in range(seed, seed + workloads):
         config, requests = random_workload(number)
-        one = _Account(subject, config, requests, RandomAcceptance(number), device, copies).run()
-        found.update(one.figures)
-        damage.update(_damage(one.worker.wrong))
-        witness = witness or (one.witness and f"workload {number}: {one.witness}")
+        one = TagPipeline(
+            _immediate(device), config, requests, subject, RandomAcceptance(number), copies
+        ).run()
+        said, wrong = _witness(one), one.wrong
+        found.update(
+            faults=bool(said),
+            copies=len(one.copied),
+            wrong_copies=len(wrong),
+            missed_copies=one.missed,
+            accepted_resets=sum(copied.in_place for copied in wrong),
+            unsaved_ends=one.unsaved,
+            wrong_starts=len(one.model.wrong),
+            nan_starts=sum(start.found is None for start in one.model.wrong),
+            preemptions=one.scheduler.preemptions,
+            steps=one.steps,
+        )
+        damage.update(_damage(wrong))
+        witness = witness or (said and f"workload {number}: {said}")
     return {"workloads": workloads, "seed": seed, "witness": witness, "damage": dict(damage), **found}
 
 
@@ -371,15 +307,16 @@ def same_as_reference(
     steps = differences = copies = 0
     for number in range(seed, seed + workloads):
         config, requests = random_workload(number, most)
-        plain = _Account(subject, config, requests, RandomAcceptance(number))
-        kernels = _Account(subject, config, requests, RandomAcceptance(number), device, "triton")
-        while not plain.pipeline.scheduler.done:
-            plain.pipeline.step()
-            kernels.pipeline.step()
+        case = (config, requests, subject)
+        plain = TagPipeline(_immediate("sim"), *case, RandomAcceptance(number))
+        kernels = TagPipeline(_immediate(device), *case, RandomAcceptance(number), "triton")
+        while not plain.scheduler.done:
+            plain.step()
+            kernels.step()
             kernels.worker.device.synchronize()
-            steps += 1
             differences += not _equal(plain.worker, kernels.worker)
-        copies += len(kernels.worker.copied)
+        steps += plain.steps
+        copies += len(kernels.copied)
     return {"workloads": workloads, "faults": differences, "steps": steps, "copies": copies, "seed": seed}
 
 
@@ -405,11 +342,12 @@ def outside(subject: str, workloads: int, seed: int = 0, device: str = "sim") ->
     reports: list[bounds.Report] = []
     for number in range(seed, seed + workloads):
         config, requests = random_workload(number, 4)
-        one = _Account(subject, config, requests, RandomAcceptance(number), device, "triton", bare)
+        accepted = RandomAcceptance(number)
+        one = TagPipeline(_immediate(device), config, requests, subject, accepted, "triton", bare)
         with nullcontext() if device == "cuda" else _watching(one.worker) as watch:
             one.run()
         reports += watch.reports if watch is not None else []
-        copies, wrong = copies + len(one.worker.copied), wrong + len(one.worker.wrong)
+        copies, wrong = copies + len(one.copied), wrong + len(one.wrong)
     witness = str(reports[0]) if reports else ""
     figures = {"workloads": workloads, "faults": len(reports), "copies": copies, "wrong_copies": wrong}
     return {**figures, "seed": seed, "witness": witness}
@@ -445,16 +383,13 @@ def _small_cases(subject: str, decisions: int) -> Iterator[tuple[str, Callable[[
 def _small_case(subject: str, requests: Sequence[Request], bits: Sequence[bool], dev: Device) -> str:
     """Drafts are accepted as the bits say, and all of them after these."""
     decisions = itertools.chain(bits, itertools.repeat(True))
-    return _Account(subject, SMALLEST, requests, DecidedAcceptance(decisions), dev).run().witness
+    return _witness(TagPipeline(dev, SMALLEST, requests, subject, DecidedAcceptance(decisions)).run())
 
 
 def every_small_case(subject: str, decisions: int = 6) -> dict[str, Any]:
     """Every small case once; see `_small_cases`."""
     torch.set_num_threads(1)
-    found = [
-        (name, program(devices.open("sim", schedule="immediate")))
-        for name, program in _small_cases(subject, decisions)
-    ]
+    found = [(name, program(_immediate("sim"))) for name, program in _small_cases(subject, decisions)]
     wrong = [f"{name}: {witness}" for name, witness in found if witness]
     return {"cases": len(found), "faults": len(wrong), "witness": wrong[0] if wrong else ""}
 
@@ -486,17 +421,16 @@ def reported_workload(subject: str, seed: int = 0, requests: int = 24, rate: flo
     asked = [
         Request(n, (0,) * rng.randint(6_000, 45_000), rng.randint(400, 900)) for n in range(1, requests + 1)
     ]
-    one = _Account(subject, REPORTED, asked, RandomAcceptance(seed, rate))
-    pipeline = one.pipeline
-    while not pipeline.scheduler.done and not one.model.wrong:
-        pipeline.step()
-    wrong = one.worker.wrong
+    one = TagPipeline(_immediate("sim"), REPORTED, asked, subject, RandomAcceptance(seed, rate))
+    while not one.scheduler.done and not one.model.wrong:
+        one.step()
+    wrong = one.wrong
     first = {"step": wrong[0].step, "request": wrong[0].request, "why": _row(wrong[0])} if wrong else None
     return {
         "seed": seed,
-        "steps": len(pipeline.batches),
-        "finished": len(pipeline.scheduler.finished),
-        "copies": len(one.worker.copied),
+        "steps": one.steps,
+        "finished": len(one.scheduler.finished),
+        "copies": len(one.copied),
         "wrong_copies": len(wrong),
         "damage": _damage(wrong),
         "first_wrong_copy": first,
@@ -510,11 +444,11 @@ def timeline(subject: str, steps: int = 30, seed: int = 0) -> list[dict[str, Any
 
     `gathered` has a list a row: [block, owner] pairs, owner None for nobody.
     """
-    one = _Account(subject, SMALL, STAGGERED, RandomAcceptance(seed))
+    one = TagPipeline(_immediate("sim"), SMALL, STAGGERED, subject, RandomAcceptance(seed))
     shown: list[dict[str, Any]] = []
-    while len(shown) < steps and not one.pipeline.scheduler.done:
+    while len(shown) < steps and not one.scheduler.done:
         before = len(one.worker.copied)
-        batch = one.pipeline.step()
+        batch = one.step()
         owner = {block: req_id for req_id, blocks in one.worker.blocks.items() for block in blocks}
         table = one.worker.tables.gathered[: SMALL.max_num_seqs].tolist()
         shown.append(

@@ -191,10 +191,13 @@ def seed_column(num_computed: int, block_size: int) -> int:
 
 @dataclass(frozen=True)
 class StateCopy:
-    """One copy: the request in slot `req_idx`, table `row` read for it, and what goes where in `state`."""
+    """One copy: the request in slot `req_idx`, table `row` read for it, and what goes where in `state`.
+
+    Copies of the same bytes are equal, whichever row told them.
+    """
 
     req_idx: int
-    row: int
+    row: int = field(compare=False)
     state: int
     src_col: int
     dst_col: int
@@ -263,13 +266,13 @@ def plan_postcopy(
 def _moves(
     states: AlignStates, req_idx: int, row: int, src_col: int, dst_col: int, bias: int
 ) -> list[StateCopy]:
-    moves = []
+    moves, columns = [], states.columns
+    rows = [table[row].tolist() for table in states.tables]
     for number, state in enumerate(states.states):
         from_col, shift = (src_col, bias) if state.conv_width else (src_col + bias, 0)
-        if not (0 <= from_col < states.columns and 0 <= dst_col < states.columns):
+        if not (0 <= from_col < columns and 0 <= dst_col < columns):
             continue
-        ids = states.tables[state.group][row].tolist()
-        src, dst = ids[from_col], ids[dst_col]
+        src, dst = rows[state.group][from_col], rows[state.group][dst_col]
         if NULL_BLOCK not in (src, dst) and (src != dst or shift):
             moves.append(StateCopy(req_idx, row, number, from_col, dst_col, src, dst, shift))
     return moves

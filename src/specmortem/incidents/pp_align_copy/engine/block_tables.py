@@ -77,7 +77,7 @@ class BlockPool:
         if num_blocks < 2:
             raise BadInputError(f"num_blocks is {num_blocks}; give at least 2, block 0 is the null block")
         self._free = deque(range(1, num_blocks))
-        self._owner: dict[int, Hashable] = {}
+        self._of: dict[Hashable, list[int]] = {}
 
     @property
     def num_free(self) -> int:
@@ -89,31 +89,25 @@ class BlockPool:
         if count > len(self._free):
             return None
         blocks = [self._free.popleft() for _ in range(count)]
-        self._owner.update(dict.fromkeys(blocks, owner))
+        self._of.setdefault(owner, []).extend(blocks)
         return blocks
 
     def release(self, owner: Hashable) -> list[int]:
         """Free all blocks of an owner."""
-        blocks = self.blocks_of(owner)
-        for block in blocks:
-            del self._owner[block]
+        blocks = self._of.pop(owner, [])
         self._free.extend(blocks)
         return blocks
 
-    def owner_of(self, block: int) -> Hashable | None:
-        """Who owns a block; None for a free one and for the null block."""
-        return self._owner.get(block)
-
-    def blocks_of(self, owner: Hashable) -> list[int]:
+    def blocks_of(self, owner: Hashable) -> Sequence[int]:
         """The blocks of an owner, in the order in which it took them."""
-        return [block for block, who in self._owner.items() if who == owner]
+        return self._of.get(owner, ())
 
 
-def poison(states: Iterable[torch.Tensor], blocks: list[int]) -> None:
+def poison(states: Iterable[torch.Tensor], blocks: Sequence[int]) -> None:
     """Fill blocks [block, ...] of every state with NaN."""
-    if blocks:
-        for state in states:
-            state[blocks] = POISON
+    index = torch.tensor(blocks)
+    for state in states:
+        state.index_fill_(0, index.to(state.device), POISON)
 
 
 class BlockTables:
@@ -121,11 +115,10 @@ class BlockTables:
 
     The persistent one has a row a request slot. The gathered one is filled for every batch, in batch order, and only as
     far as it must be: a row keeps the tail of what it held before, padded rows are zeroed, rows beyond those are left
-    alone. Its address never changes, as captured graphs need.
+    alone. Its address never changes, as captured graphs need. The methods are work of the device: launch them.
     """
 
     def __init__(self, device: Device, max_num_reqs: int, max_blocks: int) -> None:
-        self.device, self.max_num_reqs, self.max_blocks = device, max_num_reqs, max_blocks
         shape = (max_num_reqs + 1, max_blocks)
         self.persistent = device.zeros(shape, torch.int32, name="block_tables")
         self.gathered = device.zeros(shape, torch.int32, name="input_block_tables")
@@ -137,41 +130,28 @@ class BlockTables:
 
     def append(self, grown: Mapping[int, Sequence[int]]) -> None:
         """Append block ids to the rows of slots. Raises BadInputError when a row is too short for its blocks."""
+        table = self.persistent
         for req_idx, blocks in grown.items():
             start, stop = self.num_blocks[req_idx], self.num_blocks[req_idx] + len(blocks)
-            if stop > self.max_blocks:
+            if stop > table.shape[1]:
                 raise BadInputError(
-                    f"slot {req_idx} has {stop} blocks and a row only {self.max_blocks}; raise max_blocks"
+                    f"slot {req_idx} has {stop} blocks and a row only {table.shape[1]}; raise max_blocks"
                 )
             self.num_blocks[req_idx] = stop
-            self.device.launch(_write, self.persistent, req_idx, start, list(blocks), name="append blocks")
+            table[req_idx, start:stop] = torch.tensor(blocks, dtype=table.dtype, device=table.device)
 
     def gather(self, req_idxs: Sequence[int], padded: int = 0) -> None:
-        """Row b becomes the row of req_idxs[b]; rows from len(req_idxs) to `padded` become zero."""
-        if max(len(req_idxs), padded) > self.max_num_reqs:
+        """Row b becomes the row of req_idxs[b]; rows from len(req_idxs) to `padded` become zero.
+
+        Raises BadInputError when the tables have fewer rows.
+        """
+        most = len(self.gathered) - 1
+        if max(len(req_idxs), padded) > most:
             raise BadInputError(
-                f"a batch of {len(req_idxs)} rows, padded to {padded}, in tables for {self.max_num_reqs} requests"
+                f"a batch of {len(req_idxs)} rows, padded to {padded}, in tables for {most} requests"
             )
-        lengths = [self.num_blocks[req_idx] for req_idx in req_idxs]
-        self.device.launch(
-            _gather,
-            self.gathered,
-            self.persistent,
-            list(req_idxs),
-            lengths,
-            padded,
-            name="gather block tables",
-        )
-
-
-def _write(table: torch.Tensor, req_idx: int, start: int, blocks: list[int]) -> None:
-    ids = torch.tensor(blocks, dtype=table.dtype)
-    table[req_idx, start : start + len(blocks)] = ids.to(table.device)
-
-
-def _gather(
-    gathered: torch.Tensor, persistent: torch.Tensor, req_idxs: list[int], lengths: list[int], padded: int
-) -> None:
-    for row, (req_idx, length) in enumerate(zip(req_idxs, lengths, strict=True)):
-        gathered[row, :length] = persistent[req_idx, :length]
-    gathered[len(req_idxs) : padded] = 0
+        for row, req_idx in enumerate(req_idxs):
+            length = self.num_blocks[req_idx]
+            self.gathered[row, :length] = self.persistent[req_idx, :length]
+        if padded > len(req_idxs):
+            self.gathered[len(req_idxs) : padded] = 0

@@ -6,21 +6,13 @@ The state copies stay outside of them: they are launched by the host before and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from specmortem.device import Device, Graph
+from specmortem.incidents.pp_align_copy.engine.recurrent_model import RecurrentModel
 from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, EngineConfig
 from specmortem.incidents.pp_align_copy.engine.worker import Layout
-
-
-class GraphModel(Protocol):
-    """A model whose decode reads all that varies from device memory."""
-
-    def embed(self, tokens: Sequence[int]) -> torch.Tensor: ...  # noqa: D102
-
-    def decode(self, layout: Layout, x: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
 
 
 class DecodeGraphs:
@@ -29,7 +21,7 @@ class DecodeGraphs:
     Padding rows belong to the slot after those of requests.
     """
 
-    def __init__(self, device: Device, config: EngineConfig, model: GraphModel, layout: Layout) -> None:
+    def __init__(self, device: Device, config: EngineConfig, model: RecurrentModel, layout: Layout) -> None:
         self.device, self.model, self.most = device, model, config.max_num_seqs
         self.tokens = 1 + config.num_speculative_tokens
         req_idxs = device.full((self.most,), self.most, torch.int64, name="graph slots")

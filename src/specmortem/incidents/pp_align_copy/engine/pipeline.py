@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Self
 
 import torch
 
@@ -22,17 +21,15 @@ from specmortem.incidents.pp_align_copy.engine.scheduler import (
     Drafter,
     EngineConfig,
     Request,
+    Sampled,
     Scheduler,
     no_drafts,
 )
 from specmortem.incidents.pp_align_copy.engine.worker import Copied, Copies, Model, Worker
 from specmortem.incidents.pp_align_copy.kernels import AFTER, Guards
 
-
-class Sampler(Protocol):
-    """Tokens of each row from what the last rank gives; an empty list where the row needs none."""
-
-    def __call__(self, batch: Batch, hidden: torch.Tensor | None) -> list[list[int]]: ...  # noqa: D102
+# Tokens of each row from what the last rank gives; an empty list where the row needs none.
+Sampler = Callable[[Batch, torch.Tensor | None], list[list[int]]]
 
 
 class DecidedAcceptance:
@@ -60,22 +57,6 @@ class RandomAcceptance(DecidedAcceptance):
         super().__init__(coin.random() < rate for _ in itertools.count())
 
 
-@dataclass(frozen=True)
-class PipelineRun:
-    """What a run did: outputs by request, copies of all ranks in order, how many wanted ones were not made."""
-
-    outputs: dict[int, list[int]]
-    copied: list[Copied]
-    missed: int
-    steps: int
-    preemptions: int
-
-    @property
-    def wrong(self) -> list[Copied]:
-        """Copies that touched a block of somebody else or of nobody."""
-        return [copied for copied in self.copied if copied.damage is not None]
-
-
 class Pipeline:
     """Ranks, a scheduler and a sampler. `ranks` limits which ranks run, for models that pass nothing on."""
 
@@ -93,7 +74,7 @@ class Pipeline:
         ranks: Sequence[int] | None = None,
         guards: Guards = AFTER,
     ) -> None:
-        self.config, self.sampler = config, sampler
+        self.config, self.sampler, self.steps = config, sampler, 0
         self.scheduler = Scheduler(config, requests, drafter)
         last = config.pp_size - 1
         self.workers = [
@@ -109,7 +90,6 @@ class Pipeline:
             )
             for rank in (range(config.pp_size) if ranks is None else ranks)
         ]
-        self.batches: list[Batch] = []
 
     def step(self) -> Batch:
         """One step of the whole pipeline."""
@@ -117,23 +97,42 @@ class Pipeline:
         for worker in self.workers:
             worker.begin(batch)
             if batch.rows:
-                hidden = worker.forward(batch, hidden)
-        sampled = self.sampler(batch, hidden)
-        counts = [len(tokens) for tokens in sampled]
+                hidden = self._forward(worker, batch, hidden)
+        sampled = self._sampled(batch, hidden)
         for worker in self.workers:
-            worker.finish(batch, lambda: counts)
-        self.scheduler.record(batch, lambda: sampled)
-        self.batches.append(batch)
+            worker.finish(batch, sampled)
+        self.scheduler.record(batch, sampled)
+        self.steps += 1
         return batch
 
-    def run(self, max_steps: int = 2000) -> PipelineRun:
+    def _forward(self, worker: Worker, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        return worker.forward(batch, hidden)
+
+    def _sampled(self, batch: Batch, hidden: torch.Tensor | None) -> Sampled:
+        """Where the tokens of each row will be."""
+        tokens = self.sampler(batch, hidden)
+        return lambda: tokens
+
+    def run(self, max_steps: int = 2000) -> Self:
         """Steps until no request is left. Raises BadInputError when `max_steps` do not do."""
         while not self.scheduler.done:
-            if len(self.batches) >= max_steps:
+            if self.steps >= max_steps:
                 raise BadInputError(f"the workload is not done after {max_steps} steps; raise max_steps")
             self.step()
+        return self
+
+    @property
+    def copied(self) -> list[Copied]:
+        """Copies of all ranks, in order."""
         copied = [copied for worker in self.workers for copied in worker.copied]
-        copied.sort(key=lambda c: (c.step, c.when == "pre", c.rank))
-        missed = sum(worker.missed for worker in self.workers)
-        done = self.scheduler
-        return PipelineRun(done.finished, copied, missed, len(self.batches), done.preemptions)
+        return sorted(copied, key=lambda c: (c.step, c.when == "pre", c.rank))
+
+    @property
+    def wrong(self) -> list[Copied]:
+        """Copies that touched a block of somebody else or of nobody."""
+        return [copied for copied in self.copied if copied.damage is not None]
+
+    @property
+    def missed(self) -> int:
+        """How many wanted copies were not made."""
+        return sum(worker.missed for worker in self.workers)

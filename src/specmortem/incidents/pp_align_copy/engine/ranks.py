@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from specmortem import device as devices
 from specmortem.device import Device
 from specmortem.errors import BadInputError, UnavailableError
-from specmortem.incidents.pp_align_copy.engine.recurrent_model import GreedyVerifier, speak
-from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, EngineConfig, Request, Scheduler
+from specmortem.incidents.pp_align_copy.engine.recurrent_model import SpeakingPipeline
+from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, EngineConfig, Request, Sampled
 from specmortem.incidents.pp_align_copy.engine.worker import Worker
 from specmortem.isolation import Arm, run_arms
 from specmortem.verdict import DeviceKind
@@ -53,18 +53,14 @@ class Outputs:
             self._tokens = [[t for t in row if t >= 0] for row in self._sent.tolist()]
         return self._tokens
 
-    def counts(self) -> list[int]:
-        """Tokens sampled for each row; waits for them."""
-        return [len(row) for row in self.tokens()]
-
     def wait(self) -> None:
         """Until the broadcast has been sent or received."""
         if self._work is not None:
             self._work.wait()
 
 
-class PipelineRank:
-    """One rank of the pipeline; `run` takes it until no request is left."""
+class PipelineRank(SpeakingPipeline):
+    """One rank of the pipeline; `group` is that of all ranks, None where there is one only."""
 
     def __init__(
         self,
@@ -75,48 +71,34 @@ class PipelineRank:
         requests: Sequence[Request],
         group: Any,
     ) -> None:
+        super().__init__(device, config, requests, subject, ranks=[rank])
         self.rank, self.last, self.group = rank, config.pp_size - 1, group
-        self.speech = speak(device, config, requests)
-        model, late = self.speech.models[rank], rank < self.last
-        self.worker = Worker(device, config, model, subject, rank=rank, late=late)
-        self.scheduler = Scheduler(config, requests, self.speech.drafter)
-        self.sampler = GreedyVerifier(self.speech.models[self.last])
         self.where = device.torch_device
         self._started: list[Outputs] = []
 
-    def run(self, max_steps: int = 100_000) -> int:
+    def run(self, max_steps: int = 100_000) -> Self:
         """Steps until no request is left; raises BadInputError when there are more than `max_steps`."""
-        steps = 0
-        while not self.scheduler.done:
-            if steps == max_steps:
-                raise BadInputError(f"the workload is not done after {max_steps} steps; raise max_steps")
-            self._step()
-            steps += 1
+        super().run(max_steps)
         for outputs in self._started:
             outputs.wait()
-        return steps
+        return self
 
-    def _step(self) -> None:
-        batch = self.scheduler.schedule()
-        self.worker.begin(batch)
-        hidden = self._forward(batch) if batch.rows else None
+    def _sampled(self, batch: Batch, hidden: torch.Tensor | None) -> Sampled:
         sampled = self.sampler(batch, hidden) if self.rank == self.last else None
-        width = 1 + self.scheduler.config.num_speculative_tokens
+        width = 1 + self.config.num_speculative_tokens
         outputs = Outputs(batch, sampled, width, self.where, self.group)
         self._started.append(outputs)
-        self.worker.finish(batch, outputs.counts)
-        self.scheduler.record(batch, outputs.tokens)
+        return outputs.tokens
 
-    def _forward(self, batch: Batch) -> torch.Tensor | None:
-        hidden = self._receive(batch) if self.rank > 0 else None
-        hidden = self.worker.forward(batch, hidden)
+    def _forward(self, worker: Worker, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        hidden = worker.forward(batch, self._receive(batch) if self.rank > 0 else None)
         if self.rank < self.last and hidden is not None:
             dist.send(hidden.contiguous(), self.rank + 1)
         return hidden
 
     def _receive(self, batch: Batch) -> torch.Tensor:
         tokens = sum(row.num_tokens for row in batch.rows)
-        hidden = torch.empty(tokens, self.speech.models[0].dim, device=self.where)
+        hidden = torch.empty(tokens, self.models[0].dim, device=self.where)
         dist.recv(hidden, self.rank - 1)
         if hidden.is_cuda:
             torch.cuda.current_stream().synchronize()
@@ -140,21 +122,20 @@ def run_rank(
     asked = [Request(req_id, tuple(prompt), *rest) for req_id, prompt, *rest in requests]
     group = _join(rank, world_size, meeting, device)
     try:
-        one = PipelineRank(rank, subject, dev, settings, asked, group)
-        steps = one.run()
+        one = PipelineRank(rank, subject, dev, settings, asked, group).run()
     finally:
         if group is not None:
             dist.destroy_process_group()
-    wrong = one.worker.wrong
+    wrong = one.wrong
     return {
         "rank": rank,
-        "steps": steps,
-        "copies": len(one.worker.copied),
+        "steps": one.steps,
+        "copies": len(one.copied),
         "wrong": len(wrong),
         "first_wrong_step": wrong[0].step if wrong else None,
-        "nan_rows": one.sampler.nan_rows,
+        "nan_rows": one.verifier.nan_rows,
         "outputs": {str(req_id): tokens for req_id, tokens in one.scheduler.finished.items()},
-        "expected": {str(req_id): tokens for req_id, tokens in one.speech.texts.items()},
+        "expected": {str(req_id): tokens for req_id, tokens in one.texts.items()},
         "device": dev.info.name,
         "backend": backend_version(device) if group is not None else "",
     }

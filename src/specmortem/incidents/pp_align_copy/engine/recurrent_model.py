@@ -16,12 +16,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 
 from specmortem.device import Device
 from specmortem.errors import BadInputError
+from specmortem.incidents.pp_align_copy.engine.pipeline import Pipeline
 from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, EngineConfig, Request
 from specmortem.incidents.pp_align_copy.engine.worker import Layout
 from specmortem.incidents.pp_align_copy.kernels import RecurrentState
@@ -210,9 +212,11 @@ def continued(
     return text
 
 
-def expected_text(models: Sequence[RecurrentModel], request: Request, width: int = 1024) -> list[int]:
+def expected_text(
+    models: Sequence[RecurrentModel], prompt: Sequence[int], length: int, width: int = 1024
+) -> list[int]:
     """What the ranks' layers say to a prompt when nobody copies states around."""
-    return continued(models, fresh(models), request.prompt, request.max_tokens, width)
+    return continued(models, fresh(models), prompt, length, width)
 
 
 class NoisyDrafter:
@@ -231,28 +235,37 @@ class NoisyDrafter:
         return [token if coin.random() < self.rate else (token + 1) % 1000 for token in coming]
 
 
-class Speech(NamedTuple):
-    """Layers of every rank, what they should say to each request, and drafts for it."""
+class SpeakingPipeline(Pipeline):
+    """The layers in every rank, over a vocabulary of two blocks of `width`.
 
-    models: list[RecurrentModel]
-    texts: dict[int, list[int]]
-    drafter: NoisyDrafter
+    `texts` has what they should say to each request. Of the drafts, `rate` are right.
+    """
 
-
-def speak(
-    device: Device,
-    config: EngineConfig,
-    requests: Sequence[Request],
-    width: int = 1024,
-    seed: int = 0,
-    rate: float = 0.7,
-) -> Speech:
-    """A vocabulary of two blocks of `width`, and drafts of which `rate` are right."""
-    models = [RecurrentModel(device, config, rank, 2 * width, seed) for rank in range(config.pp_size)]
-    known: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    for request in requests:
-        if (request.prompt, request.max_tokens) not in known:
-            known[request.prompt, request.max_tokens] = expected_text(models, request, width)
-    texts = {request.req_id: known[request.prompt, request.max_tokens] for request in requests}
-    prompts = {request.req_id: len(request.prompt) for request in requests}
-    return Speech(models, texts, NoisyDrafter(texts, prompts, config.num_speculative_tokens, seed, rate))
+    def __init__(
+        self,
+        device: Device,
+        config: EngineConfig,
+        requests: Sequence[Request],
+        subject: str,
+        width: int = 1024,
+        seed: int = 0,
+        rate: float = 0.7,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self.models = [
+            RecurrentModel(device, config, rank, 2 * width, seed) for rank in range(config.pp_size)
+        ]
+        expected = cache(partial(expected_text, self.models, width=width))
+        self.texts = {request.req_id: expected(request.prompt, request.max_tokens) for request in requests}
+        prompts = {request.req_id: len(request.prompt) for request in requests}
+        self.verifier = GreedyVerifier(self.models[-1], width)
+        super().__init__(
+            device,
+            config,
+            requests,
+            subject=subject,
+            model=lambda rank: self.models[rank],
+            sampler=self.verifier,
+            drafter=NoisyDrafter(self.texts, prompts, config.num_speculative_tokens, seed, rate),
+            ranks=ranks,
+        )

@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 
 from specmortem.device import Device
-from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, BatchRow, EngineConfig
-from specmortem.incidents.pp_align_copy.engine.worker import Layout
-from specmortem.incidents.pp_align_copy.kernels import RecurrentState
+from specmortem.incidents.pp_align_copy.engine.pipeline import Pipeline, Sampler
+from specmortem.incidents.pp_align_copy.engine.scheduler import Batch, BatchRow, EngineConfig, Request
+from specmortem.incidents.pp_align_copy.engine.worker import Copies, Layout
+from specmortem.incidents.pp_align_copy.kernels import AFTER, Guards, RecurrentState
 
 PER_REQUEST = 1 << 20
 Array = npt.NDArray[Any]
@@ -98,3 +99,39 @@ class TagModel:
             if ssm[blocks[column], 0] != end or not np.array_equal(kept, window):
                 found.append(column)
         return found
+
+
+class TagPipeline(Pipeline):
+    """A pipeline of which one rank runs, the first, with the `TagModel`; counts what goes wrong in it."""
+
+    def __init__(
+        self,
+        device: Device,
+        config: EngineConfig,
+        requests: Sequence[Request],
+        subject: str,
+        sampler: Sampler,
+        copies: Copies = "plain",
+        guards: Guards = AFTER,
+    ) -> None:
+        self.model = TagModel(device, config)
+        super().__init__(
+            device,
+            config,
+            requests,
+            subject=subject,
+            model=lambda rank: self.model,
+            sampler=sampler,
+            copies=copies,
+            guards=guards,
+            ranks=[0],
+        )
+        (self.worker,) = self.workers
+        self.worker.on_leave = self._leave
+        self.unsaved = 0
+
+    def _leave(self, req_id: int) -> None:
+        """The blocks that a prefix cache would keep; the step in flight is left out."""
+        whole = self.worker.num_computed(req_id) - 1 - self.config.num_speculative_tokens
+        blocks, size = self.worker.blocks[req_id], self.config.block_size
+        self.unsaved += len(self.model.unsaved(req_id, blocks, max(0, whole), size))
