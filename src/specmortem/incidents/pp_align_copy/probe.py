@@ -9,14 +9,14 @@ binds in the engine, so that a tree with half of the fix is judged by what it do
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from triton.runtime import interpreter
 
 from specmortem import upstream
 from specmortem.detect import bounds
+from specmortem.detect.interpreter import Hook, dtype_of, hooked
 from specmortem.incidents.pp_align_copy import INCIDENT, fix
 from specmortem.incidents.pp_align_copy import kernels as align_copy
 from specmortem.incidents.pp_align_copy.kernels import (
@@ -77,44 +78,21 @@ class Rig:
             temporal = torch.rand(BLOCKS, TEMPORAL, generator=g).to(self.device)
             self.states += [RecurrentState(conv, conv_width=WIDTH), RecurrentState(temporal)]
 
-    def gather(self, slots: Sequence[int]) -> None:
-        """Begin a step: the batch's rows in batch order."""
-        self.gathered[: len(slots)] = self.persistent[list(slots)]
-
     def owners(self) -> list[int]:
         """The slot of each block, -1: nobody."""
         owner = {block: slot for slot, blocks in self.rows.items() for block in blocks if block}
         return [owner.get(block, -1) for block in range(BLOCKS)]
 
-    def vector(self, values: Sequence[int]) -> torch.Tensor:
+    def vector(self, *values: int) -> torch.Tensor:
         """An int32 vector on the rig's device."""
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
-class AlignWorker(Protocol):
-    """What a scenario drives. Request slots, lengths and counts are in batch order."""
-
-    def add(self, req_idx: int, num_computed: int) -> None:
-        """A request starts in a slot."""
-
-    def prepare(self, req_idxs: Sequence[int], lengths: Sequence[int]) -> None:
-        """Before the forward of a step; the rig has gathered its rows."""
-
-    def consume(self, req_idxs: Sequence[int], sampled: Sequence[int]) -> None:
-        """After sampling, perhaps steps later; the rig holds the advanced counts."""
-
-    def running_column(self, req_idx: int) -> int:
-        """The running column of a slot."""
-
-    def accepted(self) -> list[int]:
-        """Accepted counts by slot."""
-
-    def addresses(self) -> list[torch.Tensor]:
-        """The tensors of addresses that the kernels are given; a table's comes first."""
-
-
 class OwnCopies:
-    """This package's kernels, or with `plain` the reference."""
+    """This package's kernels, or with `plain` the reference.
+
+    `state_idx` and `num_accepted`, int32 [slots], are the running column and the accepted count of each slot.
+    """
 
     def __init__(self, rig: Rig, cause: str, arm: str, plain: bool = False) -> None:
         before = arm == "before"
@@ -126,13 +104,16 @@ class OwnCopies:
         self.counters = AlignCounters.empty(SLOTS, rig.device)
         self.counters = AlignCounters(**{**vars(self.counters), "num_computed": rig.num_computed})
 
-    def add(self, req_idx: int, num_computed: int) -> None:
-        self.counters.state_idx[req_idx] = align_copy.seed_column(num_computed, self.divisor)
-        self.counters.num_accepted[req_idx] = 1
+        self.state_idx, self.num_accepted = self.counters.state_idx, self.counters.num_accepted
 
-    def prepare(self, req_idxs: Sequence[int], lengths: Sequence[int]) -> None:
-        mapping = self.rig.vector(req_idxs)
-        loc = self.rig.vector([sum(lengths[:i]) for i in range(len(lengths) + 1)])
+    def add(self, req_idx: int, num_computed: int) -> None:
+        """A request starts in a slot."""
+        self.state_idx[req_idx] = align_copy.seed_column(num_computed, self.divisor)
+        self.num_accepted[req_idx] = 1
+
+    def prepare(self, req_idx: int, num_tokens: int) -> None:
+        """Before the forward of a step of one request; the rig has gathered its row."""
+        mapping, loc = self.rig.vector(req_idx), self.rig.vector(0, num_tokens)
         if self.plain:
             align_copy.reference_preprocess(self.counters, mapping, loc, self.rig.block_size)
             align_copy.reference_precopy(self.states, self.counters, mapping)
@@ -140,21 +121,17 @@ class OwnCopies:
             align_copy.preprocess(self.counters, mapping, loc, self.rig.block_size)
             align_copy.precopy(self.states, self.counters, mapping, self.guards)
 
-    def consume(self, req_idxs: Sequence[int], sampled: Sequence[int]) -> None:
-        mapping = self.rig.vector(req_idxs)
-        self.counters.num_accepted[mapping.long()] = self.rig.vector([max(s, 1) for s in sampled])
+    def consume(self, req_idx: int, sampled: int) -> None:
+        """After sampling, perhaps steps later; the rig holds the advanced counts."""
+        mapping = self.rig.vector(req_idx)
+        self.num_accepted[req_idx] = sampled
         if self.plain:
             align_copy.reference_postcopy(self.states, self.counters, mapping, self.rig.block_size)
         else:
             align_copy.postcopy(self.states, self.counters, mapping, self.rig.block_size, self.guards)
 
-    def running_column(self, req_idx: int) -> int:
-        return int(self.counters.state_idx[req_idx])
-
-    def accepted(self) -> list[int]:
-        return [int(x) for x in self.counters.num_accepted]
-
     def addresses(self) -> list[torch.Tensor]:
+        """The tensors of addresses that the kernels are given; a table's comes first."""
         return [self.states.descriptors]
 
 
@@ -177,39 +154,29 @@ def get_temporal_copy_spec() -> None:
     """Names the copy of a temporal state; never called."""
 
 
-def _stub(name: str) -> type:
-    """A class that can be named, made with any arguments and asked `isinstance`."""
-    return type(name, (), {"__init__": lambda self, *_, **__: None})
-
-
-def _is_foreign(module: str) -> bool:
-    return module.startswith("vllm.") and module not in REAL_MODULES
-
-
-def _stand_ins(tree: upstream.Tree) -> dict[str, Any]:
+def _stand_ins() -> upstream.StandIns:
     """A stand-in for every vLLM name that the two files import from elsewhere: nothing else is read or fetched."""
-    given: dict[str, Any] = {}
-    for path in tree.fetch([MAMBA, HYBRID]).values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and _is_foreign(node.module or ""):
-                given |= {name.name: _stub(name.name) for name in node.names}
-    return given | {
-        "DefaultModelState": _BaseState,
-        "get_conv_copy_spec": get_conv_copy_spec,
-        "get_temporal_copy_spec": get_temporal_copy_spec,
-        "is_conv_state_dim_first": lambda: False,
-        "gpu_sync_allowed": nullcontext,
-    }
+    return upstream.StandIns(
+        {
+            "DefaultModelState": _BaseState,
+            "get_conv_copy_spec": get_conv_copy_spec,
+            "get_temporal_copy_spec": get_temporal_copy_spec,
+            "is_conv_state_dim_first": lambda: False,
+            "gpu_sync_allowed": nullcontext,
+        },
+        modules=REAL_MODULES,
+    )
 
 
 class ReleasedState:
-    """The state class of a release, bound to a rig as the model runner binds it."""
+    """The state class of a release on its stand-ins, bound to a rig as the model runner binds it.
 
-    def __init__(self, rig: Rig, tree: upstream.Tree) -> None:
-        given = _stand_ins(tree)
+    It is driven like `OwnCopies`.
+    """
+
+    def __init__(self, rig: Rig, given: upstream.StandIns, state_class: Any) -> None:
         self.rig = rig
-        spec = given["MambaSpec"]()
-        vars(spec).update(
+        spec = given["MambaSpec"](
             block_size=rig.block_size,
             num_speculative_blocks=K,
             mamba_cache_mode="align",
@@ -220,8 +187,11 @@ class ReleasedState:
         self.config = SimpleNamespace(
             kv_cache_groups=[SimpleNamespace(layer_names=layers, kv_cache_spec=spec)]
         )
-        lifted = upstream.lift(tree, HYBRID, "MambaHybridModelState", provide=given)
-        self.state = lifted.function(self._vllm_config(layers), self._model(), None, torch.device(rig.device))
+        self.state = state_class(self._vllm_config(layers), self._model(), None, torch.device(rig.device))
+        self.state_idx, self.num_accepted = (
+            self.state._mamba_state_idx_gpu,
+            self.state.num_accepted_tokens_gpu,
+        )
         if hasattr(self.state, "initialize_kv_cache"):
             tables = SimpleNamespace(
                 block_tables=[SimpleNamespace(gpu=rig.persistent)], input_block_tables=[rig.gathered]
@@ -254,29 +224,23 @@ class ReleasedState:
     def add(self, req_idx: int, num_computed: int) -> None:
         self.state.add_request(req_idx, SimpleNamespace(num_computed_tokens=num_computed))
 
-    def prepare(self, req_idxs: Sequence[int], lengths: Sequence[int]) -> None:
-        rig, n = self.rig, len(req_idxs)
+    def prepare(self, req_idx: int, num_tokens: int) -> None:
+        rig = self.rig
         batch = SimpleNamespace(
-            num_reqs=n,
-            idx_mapping=rig.vector(req_idxs),
-            query_start_loc=rig.vector([sum(lengths[:i]) for i in range(n + 1)]),
+            num_reqs=1, idx_mapping=rig.vector(req_idx), query_start_loc=rig.vector(0, num_tokens)
         )
-        self.state.preprocess_state(batch, (rig.gathered[:n],), self.config, rig.num_computed)
+        self.state.preprocess_state(batch, (rig.gathered[:1],), self.config, rig.num_computed)
 
-    def consume(self, req_idxs: Sequence[int], sampled: Sequence[int]) -> None:
-        self.state.postprocess_state(
-            self.rig.vector(req_idxs), self.rig.vector(sampled), self.rig.num_computed
-        )
-
-    def running_column(self, req_idx: int) -> int:
-        return int(self.state._mamba_state_idx_gpu[req_idx])
-
-    def accepted(self) -> list[int]:
-        return [int(x) for x in self.state.num_accepted_tokens_gpu]
+    def consume(self, req_idx: int, sampled: int) -> None:
+        rig = self.rig
+        self.state.postprocess_state(rig.vector(req_idx), rig.vector(sampled), rig.num_computed)
 
     def addresses(self) -> list[torch.Tensor]:
         context = self.state._mamba_ctx
         return [context.block_table_ptrs, context.state_base_addrs]
+
+
+AlignWorker = OwnCopies | ReleasedState
 
 
 @dataclass(frozen=True)
@@ -289,9 +253,18 @@ class AlignSubject:
     hashes: dict[str, str]
     tree: upstream.Tree | None = None
 
+    @cached_property
+    def released(self) -> tuple[upstream.StandIns, Any]:
+        """The state class of the release, after the stand-ins that it was lifted with."""
+        assert self.tree is not None, "an arm of this package is not lifted"
+        given = _stand_ins()
+        return given, upstream.lift(self.tree, HYBRID, "MambaHybridModelState", provide=given).function
+
     def on(self, rig: Rig) -> AlignWorker:
         """The subject's worker over a rig."""
-        return OwnCopies(rig, self.cause, self.name) if self.tree is None else ReleasedState(rig, self.tree)
+        return (
+            OwnCopies(rig, self.cause, self.name) if self.tree is None else ReleasedState(rig, *self.released)
+        )
 
 
 def judge(cause: str, subject: str, device: str = "sim") -> dict[str, Any]:
@@ -345,7 +318,9 @@ def run(s: AlignSubject, rows: dict[int, list[int]], scenario: Scenario) -> Afte
     worker, plain = s.on(rig), OwnCopies(expected, s.cause, "after", plain=True)
     scenario(rig, worker)
     scenario(expected, plain)
-    return Aftermath(tuple(differences(rig, expected)), (worker.accepted(), plain.accepted()))
+    return Aftermath(
+        tuple(differences(rig, expected)), (worker.num_accepted.tolist(), plain.num_accepted.tolist())
+    )
 
 
 def differences(rig: Rig, expected: Rig) -> Iterator[str]:
@@ -382,12 +357,12 @@ ROWS = {A: [1, 2, 3, 4, 5], B: [6, 7, 8, 9, 10]}
 
 
 @contextmanager
-def watched(rig: Rig, worker: AlignWorker, req_idxs: Sequence[int]) -> Iterator[list[bounds.Report]]:
+def watched(rig: Rig, worker: AlignWorker, req_idx: int) -> Iterator[list[bounds.Report]]:
     """What a detector that knows whose block is whose reports; nothing on a GPU, and nothing of the reference."""
     if rig.device == "cuda" or (isinstance(worker, OwnCopies) and worker.plain):
         yield []
         return
-    of = bounds.mapped(req_idxs)
+    of = bounds.mapped([req_idx])
     with bounds.watch(perform_mapped=True) as watch:
         watch.rows(rig.persistent, of=of, name="block_table", owner_name="slot")
         watch.rows(rig.gathered, of=bounds.program(0), name="gathered_block_table", owner_name="batch row")
@@ -400,8 +375,8 @@ def watched(rig: Rig, worker: AlignWorker, req_idxs: Sequence[int]) -> Iterator[
 
 def step(rig: Rig, worker: AlignWorker, req_idx: int, num_tokens: int = 3) -> None:
     """Everything before the forward of a batch with one request."""
-    rig.gather([req_idx])
-    worker.prepare([req_idx], [num_tokens])
+    rig.gathered[0] = rig.persistent[req_idx]
+    worker.prepare(req_idx, num_tokens)
 
 
 def _crossing(between: Sequence[int], reports: list[bounds.Report]) -> Scenario:
@@ -414,8 +389,8 @@ def _crossing(between: Sequence[int], reports: list[bounds.Report]) -> Scenario:
         for req_idx in (A, *between):
             step(rig, worker, req_idx)
         rig.num_computed[A] = 8
-        with watched(rig, worker, [A]) as found:
-            worker.consume([A], [2])
+        with watched(rig, worker, A) as found:
+            worker.consume(A, 2)
         reports.extend(found)
 
     return scenario
@@ -441,7 +416,7 @@ def _inside_one_block(rig: Rig, worker: AlignWorker) -> None:
     rig.num_computed[0] = 5
     step(rig, worker, 0)
     rig.num_computed[0] = 8
-    worker.consume([0], [3])
+    worker.consume(0, 3)
 
 
 ONE_ROW = {0: [1, 2, 3, 4, 5]}
@@ -524,41 +499,33 @@ class LaneLog:
 @contextmanager
 def lanes() -> Iterator[LaneLog]:
     """Log the loads and stores of every kernel that is interpreted inside the block."""
-    builder, log = interpreter.InterpreterBuilder, LaneLog()
-    names = ("create_masked_load", "create_masked_store", "create_barrier", "set_grid_idx")
-    kept = {name: getattr(builder, name) for name in names}
+    log = LaneLog()
 
-    def load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        log.add("load", ptrs.data, mask.data, _itemsize(ptrs), _place())
-        return kept["create_masked_load"](self, ptrs, mask, *rest)
+    def load(original: Hook, builder: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        log.add("load", ptrs.data, mask.data, dtype_of(ptrs).itemsize, _place())
+        return original(builder, ptrs, mask, *rest)
 
-    def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        log.add("store", ptrs.data, mask.data, _itemsize(ptrs), _place())
-        return kept["create_masked_store"](self, ptrs, value, mask, *rest)
+    def store(original: Hook, builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        log.add("store", ptrs.data, mask.data, dtype_of(ptrs).itemsize, _place())
+        return original(builder, ptrs, value, mask, *rest)
 
-    def ordering(name: str) -> Callable[..., Any]:
-        def call(self: Any, *given: Any) -> Any:
-            log.phase()
-            return kept[name](self, *given)
+    def ordering(original: Hook, *given: Any) -> Any:
+        log.phase()
+        return original(*given)
 
-        return call
-
-    for name, hook in zip(names, (load, store, *map(ordering, names[2:])), strict=True):
-        setattr(builder, name, hook)
-    try:
+    with hooked(
+        interpreter.InterpreterBuilder,
+        create_masked_load=load,
+        create_masked_store=store,
+        create_barrier=ordering,
+        set_grid_idx=ordering,
+    ):
         yield log
-    finally:
-        for name, original in kept.items():
-            setattr(builder, name, original)
-
-
-def _itemsize(pointers: Any) -> int:
-    return int(interpreter._get_np_dtype(pointers.get_element_ty()).itemsize)
 
 
 def _place() -> str:
-    """File and line of the kernel that is interpreted now."""
-    frame = sys._getframe(2)
+    """File and line of the kernel that is interpreted now; called by a hook, which `hooked` calls for Triton."""
+    frame = sys._getframe(3)
     while frame.f_back and frame.f_code.co_filename.startswith(TRITON):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -569,9 +536,9 @@ def _seed_column(s: AlignSubject) -> Verdict:
     rig = Rig(ONE_ROW, s.device, columns=123, block_size=4480, attention_block_size=16)
     worker, computed = s.on(rig), 134_400
     rig.num_computed[0] = computed
-    rig.gather([0])
+    rig.gathered[0] = rig.persistent[0]
     worker.add(0, computed)
-    column, expected = worker.running_column(0), align_copy.seed_column(computed, rig.block_size)
+    column, expected = int(worker.state_idx[0]), align_copy.seed_column(computed, rig.block_size)
     witness = (
         f"{computed} computed tokens, state blocks of {rig.block_size}, attention blocks of 16, 123 columns"
     )
@@ -588,7 +555,7 @@ def _first_report(rig: Rig, worker: AlignWorker) -> bounds.Report | None:
     if rig.device == "cuda":
         return None
     step(rig, worker, 1)  # binds the tables and copies nothing
-    with watched(rig, worker, [0]) as reports:
+    with watched(rig, worker, 0) as reports:
         step(rig, worker, 0)
     return reports[0] if reports else None
 
@@ -607,7 +574,7 @@ def _null_block(s: AlignSubject) -> Verdict:
         rig.num_computed[0] = 6
         step(rig, worker, 0)
         rig.num_computed[0] = 8
-        worker.consume([0], [2])
+        worker.consume(0, 2)
 
     source, target = run(s, rows, from_null), run(s, rows, to_null)
     end = Aftermath((*source.wrong, *target.wrong), target.accepted)

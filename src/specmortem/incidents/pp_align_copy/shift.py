@@ -305,7 +305,7 @@ def illegal_column(arm: str, device: str = "sim") -> dict[str, Any]:
     _start(rig, worker)
     _start(expected, plain)
     word = _word_after_the_row(rig, worker)
-    with probe.watched(rig, worker, [0]) as reports:
+    with probe.watched(rig, worker, 0) as reports:
         probe.step(rig, worker, 0)
     probe.step(expected, plain, 0)
     if where == "cuda":
