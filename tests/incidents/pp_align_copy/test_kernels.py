@@ -291,7 +291,8 @@ def test_both_halves_of_the_row_fix_are_needed(subject, right):
 def test_a_late_lookup_finds_the_request_only_after():
     """The request in slot 3 was at row 0 of its batch; since then slot 2 was gathered into row 0."""
     tables = TwoTables(torch.arange(16).reshape(4, 4), torch.tensor([[8, 9, 10, 11], *[[0] * 4] * 3]))
-    read = {subject: fix.block_ids(subject, tables, batch=0, req_idx=3) for subject in fix.SUBJECTS}
+    lookups = {subject: fix.lookup_of(subject, tables) for subject in fix.SUBJECTS}
+    read = {subject: table[row.fn(0, 3)].tolist() for subject, (table, row) in lookups.items()}
     assert read["before"] == fix.reference(tables, 2)
     assert read["after"] == fix.reference(tables, 3)
     assert read["row-only"] == [0] * 4 and read["table-only"] == fix.reference(tables, 0)

@@ -6,10 +6,12 @@ import pytest
 
 from specmortem import upstream
 from specmortem.errors import UnavailableError
+from specmortem.incidents.pp_align_copy import INCIDENT
 from specmortem.incidents.pp_align_copy import probe as pp_align_copy
-from specmortem.incidents.pp_align_copy.probe import HYBRID, MAMBA, PROBES
+from specmortem.incidents.pp_align_copy.probe import HYBRID, MAMBA
 
 pytestmark = pytest.mark.usefixtures("interpreted")
+PROBES = [probe.cause for probe in INCIDENT.probes]
 RELEASES = {
     "0.24.0": "-----",
     "0.25.1": "FFFFF",

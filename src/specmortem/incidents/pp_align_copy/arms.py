@@ -27,7 +27,6 @@ from specmortem.incidents.pp_align_copy.engine.pipeline import DecidedAcceptance
 from specmortem.incidents.pp_align_copy.engine.ranks import run_ranks
 from specmortem.incidents.pp_align_copy.engine.recurrent_model import (
     Carried,
-    RecurrentModel,
     SpeakingPipeline,
     continued,
     fresh,
@@ -99,24 +98,6 @@ def control(
     return _account(pipeline.run(), width)
 
 
-class _PrefixCache:
-    """What a prefix cache keeps of a request that leaves: each rank's state at the ends of whole blocks."""
-
-    def __init__(self, worker: Worker, models: Sequence[RecurrentModel]) -> None:
-        self.worker, self.models = worker, models
-        self.kept: list[tuple[int, int, Carried]] = []
-        worker.on_leave = self._leave
-
-    def _leave(self, req_id: int) -> None:
-        """The pool is large enough that no block is handed out twice."""
-        size = self.worker.config.block_size
-        for column in range(self.worker.num_computed(req_id) // size):
-            block = self.worker.blocks[req_id][column]
-            windows = [model.conv[block, : model.window].clone()[None] for model in self.models]
-            states = [model.ssm[block].clone()[None] for model in self.models]
-            self.kept.append((req_id, (column + 1) * size, Carried(windows, states)))
-
-
 def prefix_hits(subject: str, device: str = "sim", pp_size: int = 2, length: int = 8) -> dict[str, Any]:
     """Later requests that begin with tokens of an earlier one, and start from the state kept at a block's end.
 
@@ -125,10 +106,21 @@ def prefix_hits(subject: str, device: str = "sim", pp_size: int = 2, length: int
     """
     config = replace(SMALL, pp_size=pp_size, num_blocks=256)
     pipeline = SpeakingPipeline(devices.open(device), config, STAGGERED, subject)
-    cache, models = _PrefixCache(pipeline.workers[-1], pipeline.models), pipeline.models
+    worker, models = pipeline.workers[-1], pipeline.models
+    kept: list[tuple[int, int, Carried]] = []
+
+    def keep(req_id: int) -> None:
+        """Each rank's state at the ends of whole blocks; the pool hands out no block twice."""
+        for column in range(worker.num_computed(req_id) // config.block_size):
+            block = worker.blocks[req_id][column]
+            windows = [model.conv[block, : model.window].clone()[None] for model in models]
+            states = [model.ssm[block].clone()[None] for model in models]
+            kept.append((req_id, (column + 1) * config.block_size, Carried(windows, states)))
+
+    worker.on_leave = keep
     outputs = pipeline.run().scheduler.finished
     wrong = []
-    for req_id, end, carried in cache.kept:
+    for req_id, end, carried in kept:
         known = [*STAGGERED[req_id - 1].prompt, *outputs[req_id]]
         _, right = read(models, fresh(models), known[:end])
         text, expected = (continued(models, at, known[end : end + 1], length) for at in (carried, right))
@@ -136,29 +128,25 @@ def prefix_hits(subject: str, device: str = "sim", pp_size: int = 2, length: int
             wrong.append({"request": req_id, "prefix": end, "text": text, "expected": expected})
     line = "request {request}, first {prefix} tokens: {text} instead of {expected}"
     witness = line.format(**wrong[0]) if wrong else ""
-    return {"prefixes": len(cache.kept), "faults": len(wrong), "hits": wrong, "witness": witness}
+    return {"prefixes": len(kept), "faults": len(wrong), "hits": wrong, "witness": witness}
 
 
-def _different(outputs: Mapping[Any, list[int]], expected: Mapping[Any, list[int]]) -> list[Any]:
-    return [req_id for req_id, text in sorted(outputs.items()) if text != expected[req_id]]
-
-
-def _stuck(outputs: Mapping[Any, list[int]], differ: list[Any], width: int) -> list[Any]:
-    """Texts that end in the last token of the first vocabulary block."""
-    return [req_id for req_id in differ if set(outputs[req_id][-4:]) == {width - 1}]
-
-
-def _effect(stuck: Sequence[Any], *wrong: object) -> str:
-    return "constant-token" if stuck else "corruption" if any(wrong) else "clean"
+def _effect(
+    outputs: Mapping[Any, list[int]], expected: Mapping[Any, list[int]], width: int, *wrong: object
+) -> tuple[str, list[Any], list[Any]]:
+    """What a user sees, the texts that differ, and those that end in the last token of a vocabulary block."""
+    differ = [req_id for req_id, text in sorted(outputs.items()) if text != expected[req_id]]
+    stuck = [req_id for req_id in differ if set(outputs[req_id][-4:]) == {width - 1}]
+    effect = "constant-token" if stuck else "corruption" if differ or any(wrong) else "clean"
+    return effect, differ, stuck
 
 
 def _account(run: SpeakingPipeline, width: int) -> dict[str, Any]:
     """What a user sees, and the copies that led to it."""
     outputs, wrong = run.scheduler.finished, run.wrong
-    differ = _different(outputs, run.texts)
-    stuck = _stuck(outputs, differ, width)
+    effect, differ, stuck = _effect(outputs, run.texts, width, wrong, run.missed)
     return {
-        "effect": _effect(stuck, differ, wrong, run.missed),
+        "effect": effect,
         "why": _row(wrong[0]) if wrong else f"{run.missed} copies not made" if run.missed else "",
         "texts_wrong": differ,
         "texts_stuck": stuck,
@@ -200,12 +188,10 @@ def ranks(
     """
     asked = _stream_of(requests) if requests else STAGGERED
     seen = run_ranks(world_size, subject, SMALL, asked, device, timeout_s=120 + requests)
-    outputs, expected = seen[0]["outputs"], seen[0]["expected"]
-    differ = _different(outputs, expected)
-    stuck = _stuck(outputs, differ, 1024)
-    wrong = [one["wrong"] for one in seen]
+    outputs, wrong = seen[0]["outputs"], [one["wrong"] for one in seen]
+    effect, differ, stuck = _effect(outputs, seen[0]["expected"], 1024, *wrong)
     return {
-        "effect": _effect(stuck, differ, *wrong),
+        "effect": effect,
         "wrong_copies": wrong,
         "copies": [one["copies"] for one in seen],
         "first_wrong_step": [one["first_wrong_step"] for one in seen],
@@ -274,7 +260,7 @@ def random_workloads(
 ) -> dict[str, Any]:
     """Workloads `seed` … ; one faults when a copy, a start state or a state at a block's end is wrong."""
     torch.set_num_threads(1)
-    found: Counter[str] = Counter(dict.fromkeys(FIGURES, 0))
+    found: Counter[str] = Counter()
     damage: Counter[str] = Counter()
     witness = ""
     for number in range(seed, seed + workloads):

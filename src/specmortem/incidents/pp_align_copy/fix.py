@@ -71,9 +71,3 @@ def lookup_of(subject: str, tables: StepTables) -> Lookup:
     if subject not in SUBJECTS:
         raise BadInputError(f"subject {subject!r} is not one of {', '.join(SUBJECTS)}")
     return SUBJECTS[subject](tables)
-
-
-def block_ids(subject: str, tables: StepTables, batch: int, req_idx: int) -> list[int]:
-    """The ids that a copy for the request in slot `req_idx`, sampled at row `batch` of its batch, reads now."""
-    table, row = lookup_of(subject, tables)
-    return list(map(int, table[row.fn(batch, req_idx)]))

@@ -26,7 +26,7 @@ from triton.runtime import interpreter
 from specmortem import upstream
 from specmortem.detect import bounds
 from specmortem.detect.interpreter import Hook, dtype_of, hooked
-from specmortem.incidents.pp_align_copy import INCIDENT, fix
+from specmortem.incidents.pp_align_copy import fix
 from specmortem.incidents.pp_align_copy import kernels as align_copy
 from specmortem.incidents.pp_align_copy.kernels import (
     AFTER,
@@ -46,7 +46,6 @@ WIDTH, INNER, TEMPORAL, LAYERS = 3 + K, 72, 16, 2
 WARP, WARPS = 32, 4
 STATE_NAMES = [f"{kind}{layer}" for layer in range(LAYERS) for kind in ("conv", "temporal")]
 TRITON = str(Path(triton.__file__).parent)
-PROBES = {probe.cause: probe for probe in INCIDENT.probes}
 
 
 @dataclass

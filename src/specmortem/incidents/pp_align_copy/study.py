@@ -101,11 +101,10 @@ def _in_parts(cell: Cell, workloads: int, sums: Sequence[str]) -> tuple[Row, lis
 
 
 def _with_damage(row: Row, ended: Sequence[ArmResult]) -> Row:
-    counts = dict.fromkeys(DAMAGE, 0)
+    counts = Counter(dict.fromkeys(DAMAGE, 0))
     for end in ended:
-        for damage, count in (end.value["damage"] if end.kind == "value" else {}).items():
-            counts[damage] += count
-    return _with_detail(row, damage=counts)
+        counts.update(end.value["damage"] if end.kind == "value" else {})
+    return _with_detail(row, damage=dict(counts))
 
 
 def _with_detail(row: Row, **detail: Any) -> Row:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -58,7 +58,7 @@ class RandomAcceptance(DecidedAcceptance):
 
 
 class Pipeline:
-    """Ranks, a scheduler and a sampler. `ranks` limits which ranks run, for models that pass nothing on."""
+    """Ranks, a scheduler and a sampler; the ranks that have a model run: all of them where models pass anything on."""
 
     def __init__(
         self,
@@ -67,28 +67,17 @@ class Pipeline:
         requests: Sequence[Request],
         *,
         subject: str,
-        model: Callable[[int], Model],
+        models: Mapping[int, Model],
         sampler: Sampler,
         drafter: Drafter = no_drafts,
         copies: Copies = "plain",
-        ranks: Sequence[int] | None = None,
         guards: Guards = AFTER,
     ) -> None:
         self.config, self.sampler, self.steps = config, sampler, 0
         self.scheduler = Scheduler(config, requests, drafter)
-        last = config.pp_size - 1
         self.workers = [
-            Worker(
-                device,
-                config,
-                model(rank),
-                subject,
-                rank=rank,
-                late=rank < last,
-                copies=copies,
-                guards=guards,
-            )
-            for rank in (range(config.pp_size) if ranks is None else ranks)
+            Worker(device, config, model, subject, rank=rank, copies=copies, guards=guards)
+            for rank, model in models.items()
         ]
 
     def step(self) -> Batch:

@@ -85,13 +85,8 @@ def decodes_first(rows: Sequence[BatchRow], num_speculative_tokens: int) -> list
 
     So a row moves whenever a prefill joins or leaves.
     """
-
-    def rank(row: BatchRow) -> int:
-        if row.decode and row.num_tokens == 1 + num_speculative_tokens:
-            return 0
-        return 1 if row.num_tokens <= 1 + num_speculative_tokens else 2
-
-    return sorted(rows, key=rank)
+    most = 1 + num_speculative_tokens
+    return sorted(rows, key=lambda row: (row.num_tokens > most, not (row.decode and row.num_tokens == most)))
 
 
 @dataclass(frozen=True)
@@ -135,21 +130,14 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         """Everything waits; refuses requests that are too long for the engine."""
-        for request in self.requests:
-            self._check(request)
         self._aborted: set[int] = set()
         self.pool = BlockPool(self.config.num_blocks)
         self._step = -1
         self._running: list[_Running] = []
-        self._waiting = deque(_Running(r, list(r.prompt)) for r in sorted(self.requests, key=_arrival))
+        self._waiting: deque[_Running] = deque()
         self._flight: deque[tuple[Batch, list[_Running], Sampled]] = deque()
-
-    def _check(self, request: Request) -> None:
-        if not request.prompt or len(request.prompt) + request.max_tokens > self.config.max_model_len:
-            raise BadInputError(
-                f"request {request.req_id}: give a prompt, and with its outputs at most "
-                f"{self.config.max_model_len} tokens"
-            )
+        for request in sorted(self.requests, key=lambda request: (request.arrives, request.req_id)):
+            self.add(request)
 
     @property
     def done(self) -> bool:
@@ -158,7 +146,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """One more request. Raises BadInputError when it is too long for the engine."""
-        self._check(request)
+        if not request.prompt or len(request.prompt) + request.max_tokens > self.config.max_model_len:
+            raise BadInputError(
+                f"request {request.req_id}: give a prompt, and with its outputs at most "
+                f"{self.config.max_model_len} tokens"
+            )
         self._waiting.append(_Running(request, list(request.prompt)))
 
     def abort(self, req_id: int) -> None:
@@ -282,7 +274,3 @@ class Scheduler:
         one.eligible = self._step + (self.config.pp_size if samples else 1)
         self._budget -= count
         self._rows.append((row, one))
-
-
-def _arrival(request: Request) -> tuple[int, int]:
-    return request.arrives, request.req_id

@@ -8,6 +8,7 @@ writes carries the error on, as a recurrent layer does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,20 +62,20 @@ class TagModel:
 
     def _check(
         self, step: int, row: BatchRow, blocks: Array, offset: int, conv: Array, ssm: Array
-    ) -> tuple[float, Array]:
+    ) -> tuple[float, list[float]]:
         """What the start state is ahead of zero tokens, and the window before the first token."""
-        zero = row.req_id * PER_REQUEST
-        history = zero + np.maximum(np.arange(row.start + 1 - self.window, row.start + 1), 0)
+        zero = float(row.req_id * PER_REQUEST)
+        history = [zero + max(token, 0) for token in range(row.start + 1 - self.window, row.start + 1)]
         if row.start == 0:
-            return float(zero), history.astype(np.float64)
+            return zero, history
         found = float(ssm[blocks[offset], 0])
-        window = conv[blocks[0], offset : offset + self.window, 0].copy()
-        if found != zero + row.start or not np.array_equal(window, history):
-            self.wrong.append(WrongStart(step, row.req_id, row.start, None if np.isnan(found) else found))
+        window = conv[blocks[0], offset : offset + self.window, 0].tolist()
+        if found != zero + row.start or window != history:
+            self.wrong.append(WrongStart(step, row.req_id, row.start, None if isnan(found) else found))
         return found - row.start, window
 
     def _write(
-        self, row: BatchRow, blocks: Array, base: tuple[float, Array], conv: Array, ssm: Array
+        self, row: BatchRow, blocks: Array, base: tuple[float, list[float]], conv: Array, ssm: Array
     ) -> None:
         """States after each token of a decode, or after the last of a prefill chunk."""
         zero, window = base
@@ -120,11 +121,10 @@ class TagPipeline(Pipeline):
             config,
             requests,
             subject=subject,
-            model=lambda rank: self.model,
+            models={0: self.model},
             sampler=sampler,
             copies=copies,
             guards=guards,
-            ranks=[0],
         )
         (self.worker,) = self.workers
         self.worker.on_leave = self._leave

@@ -3,7 +3,7 @@
 1. Consume the sampled output that is due: accepted counts, then the copies that align a state with its block's end.
 2. Free what left, place what came, append block ids, gather the batch's table.
 3. Bookkeeping of columns, and the copies to a new running block.
-4. The forward.
+4. The layers.
 5. Hand on where this step's output will be found: the last rank consumes it at once, any other pp_size steps later.
 
 Between 5 and the 1 that belongs to it, other batches were gathered; `fix` says what the copies read then.
@@ -15,7 +15,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -87,7 +87,7 @@ class _Pending(NamedTuple):
 
 
 class Worker:
-    """One rank. `late` is true for all but the last; `guards` are those of the copy kernels, but for the row."""
+    """One rank; all but the last are `late`. `guards` are those of the copy kernels, but for the row."""
 
     def __init__(
         self,
@@ -97,12 +97,11 @@ class Worker:
         subject: str,
         *,
         rank: int = 0,
-        late: bool = True,
         copies: Copies = "plain",
         guards: Guards = AFTER,
     ) -> None:
         self.device, self.config, self.model = device, config, model
-        self.rank, self.late, self.copies = rank, late, copies
+        self.rank, self.late, self.copies = rank, rank < config.pp_size - 1, copies
         self.slots = RequestSlots(config.max_num_seqs)
         self.tables = BlockTables(device, config.max_num_seqs, config.max_blocks)
         self.counters = AlignCounters.empty(config.max_num_seqs + 1, device.torch_device)
@@ -133,33 +132,36 @@ class Worker:
         return int(self.counters.num_computed[self.slots.of(req_id)])
 
     def begin(self, batch: Batch) -> None:
-        """Everything before the forward."""
+        """Take in what is due, free what left, and note what came."""
         due = self._due.popleft() if self.late else None
         if due is not None:
             self._consume(batch.step, due)
         self._release(batch.finished_req_ids)
-        new = [self.slots.take(req_id) for req_id in batch.new_req_ids]
+        for req_id in batch.new_req_ids:
+            self.slots.take(req_id)
+            self.blocks[req_id] = []
         for req_id, blocks in batch.blocks.items():
-            self.blocks[req_id] = [*self.blocks.get(req_id, []), *blocks]
-        if batch.rows:
-            grown = {self.slots.of(req_id): blocks for req_id, blocks in batch.blocks.items()}
-            req_idxs = [self.slots.of(row.req_id) for row in batch.rows]
-            lengths = [row.num_tokens for row in batch.rows]
-            padded = self.graphs.padded(batch) if self.graphs is not None else 0
-            self.device.launch(self._prepare, new, grown, req_idxs, lengths, padded, name="prepare")
+            self.blocks[req_id] += blocks
 
     def forward(self, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """The layers of this rank over the batch, from a graph where there is one for it."""
-        if self.graphs is not None and self.graphs.padded(batch):
-            req_idxs = [self.slots.of(row.req_id) for row in batch.rows]
+        """The copies before the layers, and the layers of this rank, from a graph where there is one for the batch."""
+        new, req_idxs = (
+            [self.slots.of(req_id) for req_id in req_ids]
+            for req_ids in (batch.new_req_ids, [row.req_id for row in batch.rows])
+        )
+        grown = {self.slots.of(req_id): blocks for req_id, blocks in batch.blocks.items()}
+        placed = (new, grown, req_idxs, [row.num_tokens for row in batch.rows])
+        if self.graphs is not None and (padded := self.graphs.padded(batch)):
+            self.device.launch(self._prepare, *placed, padded, name="prepare")
             self._hidden = self.graphs.run(batch, req_idxs, hidden)
         else:
-            self.device.launch(self._forward, batch, hidden, name="forward")
+            self.device.launch(self._forward, batch, hidden, *placed, name="forward")
             self.device.synchronize()
         self._audit(batch.step, "pre")
         return self._hidden
 
-    def _forward(self, batch: Batch, hidden: torch.Tensor | None) -> None:
+    def _forward(self, batch: Batch, hidden: torch.Tensor | None, *placed: Any) -> None:
+        self._prepare(*placed)
         self._hidden = self.model.forward(batch, self.layout, hidden)
 
     def finish(self, batch: Batch, sampled: Sampled) -> None:
@@ -186,7 +188,7 @@ class Worker:
 
     def _postprocess(self, req_idxs: list[int], counts: list[int], rejected: list[int]) -> None:
         """Scatter the counts to slots and copy. A batch row of -1 is nobody's."""
-        mapping, taken, less = self._int32([req_idxs, counts, rejected])
+        mapping, taken, less = self._int32([req_idxs, counts, rejected]).unbind()
         owners = mapping
         if min(req_idxs) < 0:
             live = mapping >= 0
@@ -195,9 +197,8 @@ class Worker:
         self.counters.num_computed.index_add_(0, owners, less, alpha=-1)
         post = (self.counters, mapping, self.config.block_size)
         self._moves, resets = align_copy.plan_postcopy(self.states, *post, self.guards.row)
-        if self.states is self.intended:
-            self._wanted = self._moves
-        else:
+        self._wanted = self._moves
+        if self.intended is not self.states:
             self._wanted, _ = align_copy.plan_postcopy(self.intended, *post)
         if self.copies == "plain":
             align_copy.perform(self.states, self._moves)
@@ -223,7 +224,7 @@ class Worker:
         grown: dict[int, list[int]],
         req_idxs: list[int],
         lengths: list[int],
-        padded: int,
+        padded: int = 0,
     ) -> None:
         """Place what came, gather the batch's table, and do the bookkeeping and the copies before the forward.
 
@@ -234,7 +235,7 @@ class Worker:
         if grown:
             poison((state.tensor for state in self.model.states), [*itertools.chain(*grown.values())])
         self.tables.gather(req_idxs, padded)
-        mapping, computed = self._int32([req_idxs, lengths])
+        mapping, computed = self._int32([req_idxs, lengths]).unbind()
         self.layout = self.layout._replace(req_idxs=mapping)
         self._preprocess(mapping, self._int32([0, *itertools.accumulate(lengths)]))
         self.counters.num_computed.index_add_(0, mapping, computed)
@@ -252,9 +253,8 @@ class Worker:
         bookkeeping = align_copy.reference_preprocess if plain else align_copy.preprocess
         bookkeeping(self.counters, mapping, query_start_loc, size)
         self._moves = align_copy.plan_precopy(self.states, self.counters, mapping, self.guards.row)
-        if self.states is self.intended:
-            self._wanted = self._moves
-        else:
+        self._wanted = self._moves
+        if self.intended is not self.states:
             self._wanted = align_copy.plan_precopy(self.intended, self.counters, mapping)
         if plain:
             align_copy.perform(self.states, self._moves)
