@@ -57,13 +57,14 @@ def attend_kernel(
     block_size,
     num_columns,
     num_reqs,
+    num_rows,
     Q: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
     B: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Mean of the cached rows of a request for each of its queries: out[row] = mean of kv over its sequence."""
-    row = tl.program_id(0)
-    request = row // Q
+    """Mean of the cached rows of a request, which each of its queries gets: out[row] = mean of kv over its sequence."""
+    request = tl.program_id(0)
     d = tl.arange(0, D)
     total = tl.zeros((D,), tl.float32)
     length = 0
@@ -77,7 +78,10 @@ def attend_kernel(
         slot = block * block_size + position % block_size
         rows = tl.load(kv + slot[:, None] * D + d[None, :], mask=(live & (block != 0))[:, None], other=0.0)
         total += tl.sum(rows, 0)
-    tl.store(out + row * D + d, total / tl.maximum(length, 1))
+    query = tl.arange(0, Q_BLOCK)
+    row = request * Q + query
+    mean = (total / tl.maximum(length, 1))[None, :]
+    tl.store(out + row[:, None] * D + d[None, :], mean, mask=((query < Q) & (row < num_rows))[:, None])
 
 
 def write(kv: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> None:
@@ -97,11 +101,12 @@ def attend(
     num_query_per_req: int,
 ) -> None:
     """Write float32 [rows, 8]; rows of requests from `num_reqs` on are zeros."""
-    rows = min(seq_lens.shape[0], block_table.shape[0])
-    if out.dim() != 2 or out.shape[1] != HEAD_DIM or rows < num_reqs:
+    known = min(seq_lens.shape[0], block_table.shape[0])
+    if out.dim() != 2 or out.shape[1] != HEAD_DIM or known < num_reqs:
         raise BadInputError(
             f"{num_reqs} requests need as many rows of block_table and seq_lens, and out [rows, {HEAD_DIM}]"
         )
-    sizes = (block_table.stride(0), block_size, block_table.shape[1], num_reqs)
-    grid, constants = (out.shape[0],), {"Q": num_query_per_req, "B": 16, "D": HEAD_DIM}
-    attend_kernel[grid](kv, block_table, seq_lens, out, *sizes, **constants)
+    q, rows = num_query_per_req, out.shape[0]
+    sizes = (block_table.stride(0), block_size, block_table.shape[1], num_reqs, rows)
+    constants = {"Q": q, "Q_BLOCK": triton.next_power_of_2(q), "B": 64, "D": HEAD_DIM}
+    attend_kernel[(triton.cdiv(rows, q),)](kv, block_table, seq_lens, out, *sizes, **constants)

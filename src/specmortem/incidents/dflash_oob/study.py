@@ -15,7 +15,7 @@ from specmortem.study import Cell
 from specmortem.verdict import DeviceKind, Row
 
 INPUTS, LOOKUP = "v1-rejected-equals-context", "gdn-unbounded-accepted"
-CHAIN = "count-to-lookup-chain"
+CHAIN, NO_DFLASH = "count-to-lookup-chain", "no-dflash"
 CAUSE_OF = {
     "input-kernel": INPUTS,
     "stale-graph-tail": "stale-graph-tail",
@@ -28,13 +28,19 @@ CAUSE_OF = {
 
 
 def control_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
-    """Every cell of the table candidates x controls; the timed candidate has a GPU for itself."""
-    rows = []
+    """Every cell of the table candidates x controls; the timed candidate has a GPU for itself.
+
+    Without DFlash all candidates are one experiment, the target loop alone, which runs once.
+    """
+    every = arms.cells()
+    distinct = [cell for cell in every if cell[1] != NO_DFLASH or cell[0] == CHAIN]
+    found: dict[tuple[str, str], Row] = {}
     for timed in (False, True):
-        asked = [cell for cell in arms.cells() if (cell[0] == CHAIN) == timed]
+        asked = [cell for cell in distinct if (cell[0] == CHAIN) == timed]
         cells = [_control(*cell, device, seed, transitions) for cell in asked]
-        rows += study.grid(cells, cuda_parallel=1 if timed else 8)
-    return rows
+        found |= zip(asked, study.grid(cells, cuda_parallel=1 if timed else 8), strict=True)
+    plain = found[CHAIN, NO_DFLASH]
+    return [found.get(cell) or plain.replace(cause=CAUSE_OF[cell[0]], arm=_arm_name(*cell)) for cell in every]
 
 
 def _control(candidate: str, control: str, device: DeviceKind, seed: int, transitions: int) -> Cell:
@@ -120,24 +126,17 @@ def anatomies(subject: str) -> dict[str, Any]:
 
 def control_table(rows: Sequence[Row]) -> pd.DataFrame:
     """Candidates x controls, each cell the effect; the last columns compare with the report."""
+    cell_of = {(CAUSE_OF[cell[0]], _arm_name(*cell)): cell for cell in arms.cells()}
     frame = study.pivot(
         rows,
-        lambda row: _candidate(row)[0],
-        lambda row: _candidate(row)[1],
+        lambda row: cell_of[row.cause, row.arm][0],
+        lambda row: cell_of[row.cause, row.arm][1],
         lambda row: str(row.evidence.detail.get("effect", row.outcome)),
     )[list(arms.CONTROLS)]
     consistent = [arms.consistent(dict(cells)) for _, cells in frame.iterrows()]
     frame["verdict"] = ["consistent" if fits else "refuted" for fits in consistent]
     frame.loc["reported"] = [*arms.REPORTED.values(), ""]
     return frame.rename_axis("candidate cause")
-
-
-def _candidate(row: Row) -> tuple[str, str]:
-    """The candidate and control that a control row came from."""
-    name, _, control = row.arm.rpartition("/")
-    suffix = f"-{name}" if name else ""
-    candidate = next(c for c, cause in CAUSE_OF.items() if cause == row.cause and c.endswith(suffix))
-    return candidate, control
 
 
 def crash_table(data: Mapping[str, Any]) -> pd.DataFrame:
@@ -148,20 +147,17 @@ def crash_table(data: Mapping[str, Any]) -> pd.DataFrame:
     estimate = f"block of {block} (estimate)"
     sizes, rows = capture_sizes(config["max_num_seqs"], k), config["max_num_seqs"] * (k + 1)
 
-    def answers(crash: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
+    def answers(crash: Mapping[str, Any]) -> dict[str, str]:
         tokens = crash["total_num_scheduled_tokens"]
         last, graph = max(crash["num_computed_tokens"]) + k + 1, padded_size(tokens, sizes)
-        return {
+        found = {
             "a padded graph's tail": (graph != tokens, f"{tokens} tokens, graph of {graph}"),
             "a batch larger than every graph": (tokens > sizes[-1], f"{tokens} of at most {sizes[-1]}"),
             "a batch larger than the buffers": (tokens > rows, f"{tokens} of {rows} rows"),
             "a position past the model length": (last > limit, f"{last} of {limit}"),
             "a drafted token in a second block": (last > block, f"position {last}, {estimate}"),
         }
+        return {question: f"{'yes' if yes else 'no'}: {why}" for question, (yes, why) in found.items()}
 
-    columns = {f"crash {crash['name']}": _words(answers(crash)) for crash in crashes}
+    columns = {f"crash {crash['name']}": answers(crash) for crash in crashes}
     return pd.DataFrame(columns).rename_axis("could it be")
-
-
-def _words(answers: Mapping[str, tuple[bool, str]]) -> dict[str, str]:
-    return {question: f"{'yes' if yes else 'no'}: {why}" for question, (yes, why) in answers.items()}
