@@ -11,8 +11,10 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 def run(schedule="timed", transitions=25, **changes):
     loop = LookupLoop(device.open("sim", schedule=schedule, seed=0), LoopConfig(layers=40, **changes), seed=0)
     with bounds.watch(perform_mapped=True) as watch:
-        tally = loop.run(transitions)
-    return tally, [r for r in watch.reports if not r.mapped]
+        loop.warm_up()
+        for _ in range(transitions):
+            loop.transition()
+    return loop.tally, [r for r in watch.reports if not r.mapped]
 
 
 def test_chain_reaches_a_wild_address_with_graphs_and_row_moves():

@@ -25,7 +25,7 @@ def control_rows(effects):
             "before",
             0,
         )
-        for c, k in arms.cells()
+        for c, k in arms.CELLS
     ]
 
 

@@ -18,24 +18,6 @@ mend()
 HEAD_DIM = 8
 
 
-def reference(
-    kv: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_size: int,
-    num_query_per_req: int,
-) -> torch.Tensor:
-    """Mean of the rows of each request's sequence, float32 [R * Q, 8]; zeros for an empty sequence."""
-    out = torch.zeros(seq_lens.shape[0] * num_query_per_req, HEAD_DIM)
-    for r, length in enumerate(seq_lens.tolist()):
-        position = torch.arange(length)
-        blocks = block_table[r, position // block_size].long()
-        rows = kv[blocks * block_size + position % block_size] * (blocks != 0)[:, None]
-        if length:
-            out[r * num_query_per_req : (r + 1) * num_query_per_req] = rows.sum(dim=0) / length
-    return out
-
-
 @triton.jit
 def write_kv(kv, slots, ids, positions, D: tl.constexpr):
     """Store the key/value row of one token at its slot; a negative slot is padding."""

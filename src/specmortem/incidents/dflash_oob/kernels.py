@@ -19,7 +19,6 @@ in 0.22.1, the same body from 0.20.1 to 0.33.0). What `after` decides otherwise 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
@@ -34,9 +33,9 @@ from specmortem.incidents.dflash_oob.fix import (
     queries_before,
     slot_reference,
 )
+from specmortem.kernels import Arm
 
 PADDING_SLOT = -1
-Arm = Literal["before", "after"]
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,11 @@ class DFlashInputs:
     def empty(cls, *sizes: int, device: str = "cpu", poison: int = -77) -> DFlashInputs:
         """Buffers of a launch, of these `sizes`, filled with `poison` so that what is not written shows."""
         dtypes = dict.fromkeys(("input_ids", "seq_lens", "sample_indices"), torch.int32)
-        return cls(
-            **{
-                name: torch.full((size,), poison, dtype=dtypes.get(name, torch.int64), device=device)
-                for name, size in cls.sizes(*sizes).items()
-            }
-        )
+        made = {
+            name: torch.full((size,), poison, dtype=dtypes.get(name, torch.int64), device=device)
+            for name, size in cls.sizes(*sizes).items()
+        }
+        return cls(**made)
 
     def live(self, *sizes: int) -> DFlashInputs:
         """The first elements of each buffer: the part of persistent ones that a batch of these `sizes` uses."""

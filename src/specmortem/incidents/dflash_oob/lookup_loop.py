@@ -21,15 +21,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 
 from specmortem.device import Device, Graph, Stream
-from specmortem.kernels import accepted_counts, gated_delta_state
-from specmortem.kernels.gated_delta_state import Arm
+from specmortem.kernels import Arm, accepted_counts, gated_delta_state
 
 VOCAB_SIZE = 1000
 STATE_DIM = 8
@@ -100,6 +99,7 @@ class LookupLoop:
         self.columns = 1 + config.num_speculative_tokens
         self.num_reqs = len(self.rows.drafted)
         self.stream: Stream = device.stream("main")
+        self._launch = partial(device.launch, stream=self.stream)
         self._allocate(torch.Generator().manual_seed(seed))
         self._graph: Graph | None = None
         self.tally = LookupTally()
@@ -136,11 +136,6 @@ class LookupLoop:
         storage = torch.zeros(size, dtype=torch.int32, device=self.device.torch_device)
         storage[3] = word
         return storage[4:].view(self.num_reqs, self.columns)
-
-    def _launch(
-        self, fn: Callable[..., object], *args: Any, writes: tuple[torch.Tensor, ...], name: str, **reads: Any
-    ) -> None:
-        self.device.launch(fn, *args, stream=self.stream, writes=writes, name=name, **reads)
 
     def _update_states(self, indices: torch.Tensor) -> None:
         arguments = (*self.inputs, self.out, self.states, indices, self.num_accepted)
@@ -198,8 +193,7 @@ class LookupLoop:
         self._forward(req_ids)
         accepted = torch.tensor(counts, dtype=torch.int32, device=self.device.torch_device)
         self._launch(self._sample, accepted, writes=(self.sampled,), name="sample")
-        written = (self.accepted, self.valid)
-        count = accepted_counts.count_reference
+        count, written = accepted_counts.count_reference, (self.accepted, self.valid)
         self._launch(count, self.sampled, VOCAB_SIZE, *written, writes=written, name="count")
 
     def transition(self) -> None:
@@ -282,10 +276,3 @@ class LookupLoop:
             writes=(self.num_accepted, self.next_computed),
             name="correct counts",
         )
-
-    def run(self, transitions: int) -> LookupTally:
-        """Warm up and run; on CUDA a faulting transition ends the process, and the caller's isolation types it."""
-        self.warm_up()
-        for _ in range(transitions):
-            self.transition()
-        return self.tally

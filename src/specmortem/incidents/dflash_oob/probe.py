@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
@@ -21,8 +21,8 @@ from specmortem import upstream
 from specmortem.detect import bounds
 from specmortem.incident import probe_of
 from specmortem.incidents.dflash_oob import kernels as dflash_inputs
-from specmortem.incidents.dflash_oob.kernels import Arm, DFlashBatch, DFlashInputs
-from specmortem.kernels import causal_conv_update, gated_delta_state, recovered_token
+from specmortem.incidents.dflash_oob.kernels import DFlashBatch, DFlashInputs
+from specmortem.kernels import Arm, causal_conv_update, gated_delta_state, recovered_token
 from specmortem.kernels.released_lookups import PLATFORM, gating_inputs
 from specmortem.upstream.vllm_files import CONV, GATING, REJECTION, UTILS, V1, V2, V2_SPECULATOR
 from specmortem.verdict import Evidence, Verdict
@@ -31,7 +31,7 @@ POISON = -77
 BLOCK_SIZE, MAX_MODEL_LEN, K = 4, 64, 3
 COLUMNS = MAX_MODEL_LEN // BLOCK_SIZE
 STALE_BLOCK = 29
-ARMS: dict[str, Arm] = {"before": "before", "after": "after"}
+ARMS: Mapping[str, Arm] = {name: name for name in get_args(Arm)}
 Reports = tuple[bounds.Report, ...]
 
 
@@ -40,7 +40,7 @@ class Written:
     """What a launch wrote, by the names of `DFlashInputs`, and what the detector reported."""
 
     arrays: Mapping[str, torch.Tensor]
-    reports: Reports
+    reports: Reports = ()
 
     def __getitem__(self, name: str) -> list[int]:
         """An array as a list of integers."""
@@ -140,16 +140,14 @@ def batch_watch(b: DFlashBatch, **options: Any) -> Iterator[bounds.Watch]:
         yield watch
 
 
-def watched(b: DFlashBatch) -> AbstractContextManager[bounds.Watch | None]:
-    """The batch's detector, which lets through what a GPU would; nothing on a GPU."""
-    return nullcontext() if b.target_positions.is_cuda else batch_watch(b, fill=POISON, perform_mapped=True)
-
-
 def _written(b: DFlashBatch, arrays: Mapping[str, torch.Tensor], launch: Callable[[], object]) -> Written:
-    """What a launch that writes these arrays wrote, watched."""
-    with watched(b) as watch:
+    """What a launch that writes these arrays wrote; watched, and let through what a GPU would, but on a GPU."""
+    if b.target_positions.is_cuda:
         launch()
-    return Written(arrays, tuple(watch.reports) if watch is not None else ())
+        return Written(arrays)
+    with batch_watch(b, fill=POISON, perform_mapped=True) as watch:
+        launch()
+    return Written(arrays, tuple(watch.reports))
 
 
 def _poisoned(b: DFlashBatch, num_reqs: int, padded: int) -> DFlashInputs:
@@ -408,29 +406,27 @@ def _counts(accepted: list[int]) -> torch.Tensor:
 def _state_lookup(s: DFlashSubject) -> Lookup:
     """The recurrent lookup of a subject, watched."""
     if s.arm is not None:
-        return partial(_own_state_lookup, s.arm)
+        return partial(_states_watched, "state_indices", 0, partial(_own_states, s.arm))
     name = "fused_sigmoid_gating_delta_rule_update"
-    return partial(_released_state_lookup, s.lift(s.tree.first(list(GATING)), name, f"{name}_kernel"))
+    update = s.lift(s.tree.first(list(GATING)), name, f"{name}_kernel")
+    return partial(_states_watched, "ssm_state_indices", 2, update)
 
 
-def _own_state_lookup(arm: Arm, accepted: list[int]) -> Reports:
+def _states_watched(name: str, axis: int, launch: Callable[..., object], accepted: list[int]) -> Reports:
+    """A launch whose program `axis` tells the request, each of which has a row of state slots."""
     inputs = gating_inputs(3, K + 1)
+    with bounds.watch() as watch:
+        watch.rows(inputs["ssm_state_indices"], of=bounds.program(axis), name=name)
+        launch(**inputs, num_accepted_tokens=_counts(accepted))
+    return tuple(watch.reports)
+
+
+def _own_states(arm: Arm, **inputs: torch.Tensor) -> None:
     q, k, v = (inputs[name].reshape(3, K + 1, -1).contiguous() for name in "qkv")
     gate, beta = -inputs["a"].reshape(3, K + 1), inputs["b"].reshape(3, K + 1)
-    states, indices = inputs["initial_state"].squeeze(1).contiguous(), inputs["ssm_state_indices"]
-    tensors = (q, k, v, gate, beta, torch.zeros_like(q), states, indices, _counts(accepted))
-    with bounds.watch() as watch:
-        watch.rows(indices, of=bounds.program(0), name="state_indices")
-        gated_delta_state.launch(arm, *tensors)
-    return tuple(watch.reports)
-
-
-def _released_state_lookup(update: Any, accepted: list[int]) -> Reports:
-    inputs = gating_inputs(3, K + 1)
-    with bounds.watch() as watch:
-        watch.rows(inputs["ssm_state_indices"], of=bounds.program(2), name="ssm_state_indices")
-        update(**inputs, num_accepted_tokens=_counts(accepted))
-    return tuple(watch.reports)
+    states, out = inputs["initial_state"].squeeze(1).contiguous(), torch.zeros_like(q)
+    indices, accepted = inputs["ssm_state_indices"], inputs["num_accepted_tokens"]
+    gated_delta_state.launch(arm, q, k, v, gate, beta, out, states, indices, accepted)
 
 
 WIDTH, CHANNELS = 4, 8

@@ -8,7 +8,6 @@ an interpreter and large enough to be corrupted like a real one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,8 @@ from specmortem.device import Device, Graph, Stream
 from specmortem.errors import BadInputError
 from specmortem.incidents.dflash_oob import draft_attention
 from specmortem.incidents.dflash_oob.draft_attention import HEAD_DIM
-from specmortem.incidents.dflash_oob.kernels import PADDING_SLOT, Arm, DFlashBatch, DFlashInputs, launch_for
+from specmortem.incidents.dflash_oob.kernels import PADDING_SLOT, DFlashBatch, DFlashInputs, launch_for
+from specmortem.kernels import Arm
 
 
 def capture_sizes(
@@ -121,22 +121,11 @@ class DFlashProposer:
                 self._forward(size, stream)
             self._graphs[size] = graph
 
-    def _launch(
-        self,
-        stream: Stream,
-        name: str,
-        fn: Callable[..., object],
-        *args: object,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-    ) -> None:
-        self.device.launch(fn, *args, stream=stream, reads=reads, writes=writes, name=name)
-
     def _forward(self, rows: int, stream: Stream) -> None:
         b, written = self.buffers, (self.kv, self.out)
         read = (b.query_slot_mapping, b.input_ids, b.query_positions, b.seq_lens, self.block_table)
-        self._launch(stream, "draft kv", self._write_queries, rows, reads=read, writes=written)
-        self._launch(stream, "draft attention", self._attend, rows, reads=read, writes=written)
+        for name, part in (("draft kv", self._write_queries), ("draft attention", self._attend)):
+            self.device.launch(part, rows, stream=stream, reads=read, writes=written, name=name)
 
     def _write_queries(self, rows: int) -> None:
         queries = (self.buffers.query_slot_mapping, self.buffers.input_ids, self.buffers.query_positions)
@@ -147,8 +136,8 @@ class DFlashProposer:
         sizes = (c.block_size, c.max_num_seqs, c.num_query_per_req)
         draft_attention.attend(self.kv, self.block_table, lengths, self.out[:rows], *sizes)
 
-    def propose(self, batch: DFlashBatch, stream: Stream, *, widest: int) -> int:
-        """One drafting step; returns the rows that the draft forward ran over.
+    def propose(self, batch: DFlashBatch, stream: Stream, *, widest: int) -> None:
+        """One drafting step.
 
         The caller has put the batch's block table into `self.block_table`, which the captured attention reads.
         """
@@ -160,24 +149,27 @@ class DFlashProposer:
         self._write_inputs(batch, live, stream, widest)
         if self.fill_tail:
             tail = self.buffers.query_slot_mapping[tokens:]
-            self._launch(stream, "fill tail", tail.fill_, PADDING_SLOT, reads=(), writes=(tail,))
+            self.device.launch(
+                tail.fill_, PADDING_SLOT, stream=stream, reads=(), writes=(tail,), name="fill tail"
+            )
         self._write_context(live, stream)
         if size is None:
             self._forward(rows, stream)
         else:
             self._graphs[size].replay(stream)
-        return rows
 
     def _write_inputs(self, batch: DFlashBatch, live: DFlashInputs, stream: Stream, widest: int) -> None:
         read, written = list(batch.tensors.values()), list(vars(live).values())
-        self._launch(
-            stream, "input kernel", launch_for, self.arm, batch, live, widest, reads=read, writes=written
+        arguments = (self.arm, batch, live, widest)
+        self.device.launch(
+            launch_for, *arguments, stream=stream, reads=read, writes=written, name="input kernel"
         )
 
     def _write_context(self, live: DFlashInputs, stream: Stream) -> None:
         """Keys and values of the context; in the engine this precomputation runs outside every graph."""
         slots, positions = live.context_slot_mapping, live.context_positions
-        read = (slots, torch.zeros_like(slots, dtype=torch.int32), positions)
-        self._launch(
-            stream, "context kv", draft_attention.write, self.kv, *read, reads=read, writes=(self.kv,)
+        rows = (slots, torch.zeros_like(slots, dtype=torch.int32), positions)
+        write, written = draft_attention.write, (self.kv,)
+        self.device.launch(
+            write, self.kv, *rows, stream=stream, reads=rows, writes=written, name="context kv"
         )

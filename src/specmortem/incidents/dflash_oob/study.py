@@ -32,15 +32,16 @@ def control_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
 
     Without DFlash all candidates are one experiment, the target loop alone, which runs once.
     """
-    every = arms.cells()
-    distinct = [cell for cell in every if cell[1] != NO_DFLASH or cell[0] == CHAIN]
+    distinct = [cell for cell in arms.CELLS if cell[1] != NO_DFLASH or cell[0] == CHAIN]
     found: dict[tuple[str, str], Row] = {}
     for timed in (False, True):
         asked = [cell for cell in distinct if (cell[0] == CHAIN) == timed]
         cells = [_control(*cell, device, seed, transitions) for cell in asked]
         found |= zip(asked, study.grid(cells, cuda_parallel=1 if timed else 8), strict=True)
     plain = found[CHAIN, NO_DFLASH]
-    return [found.get(cell) or plain.replace(cause=CAUSE_OF[cell[0]], arm=_arm_name(*cell)) for cell in every]
+    return [
+        found.get(cell) or plain.replace(cause=CAUSE_OF[cell[0]], arm=_arm_name(*cell)) for cell in arms.CELLS
+    ]
 
 
 def _control(candidate: str, control: str, device: DeviceKind, seed: int, transitions: int) -> Cell:
@@ -126,7 +127,7 @@ def anatomies(subject: str) -> dict[str, Any]:
 
 def control_table(rows: Sequence[Row]) -> pd.DataFrame:
     """Candidates x controls, each cell the effect; the last columns compare with the report."""
-    cell_of = {(CAUSE_OF[cell[0]], _arm_name(*cell)): cell for cell in arms.cells()}
+    cell_of = {(CAUSE_OF[cell[0]], _arm_name(*cell)): cell for cell in arms.CELLS}
     frame = study.pivot(
         rows,
         lambda row: cell_of[row.cause, row.arm][0],
