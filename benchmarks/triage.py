@@ -78,7 +78,7 @@ class Settings:
         loaded = rules.load()
         factors = dict(self.factors)
         changed = tuple(
-            replace(r, weight=(EQUAL if self.equal else r.weight) * factors.get(r.id, 1.0))
+            r.replace(weight=(EQUAL if self.equal else r.weight) * factors.get(r.id, 1.0))
             for r in loaded.rules
         )
         limits = {**loaded.thresholds} | ({"answer": self.threshold} if self.threshold else {})

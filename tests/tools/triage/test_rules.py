@@ -40,13 +40,13 @@ def book(**facts):
     ],
 )
 def test_conditions(text, holds):
-    assert (rules.FactCondition.of(text).evidence(book(pp="2")) is not None) is holds
+    assert (rules.FactCondition(text).evidence(book(pp="2")) is not None) is holds
 
 
 @pytest.mark.parametrize("text", ["", "pp >", "=2", "pp=="])
 def test_a_malformed_condition_is_refused(text):
     with pytest.raises(BadInputError, match="is no condition"):
-        rules.FactCondition.of(text)
+        rules.FactCondition(text)
 
 
 def refused(change, match):
@@ -121,7 +121,7 @@ def test_rules_ask_only_for_facts_that_can_be_stated():
     loaded = rules.load()
     conditions = [c for rule in loaded.rules for c in rule.when]
     conditions += [c for e in loaded.experiments for c in (*e.done, *e.needs, *e.unless)]
-    conditions += [c for note in (*loaded.nothing, *loaded.collect) for c in note.when]
+    conditions += [c for note in (*loaded.nothing, *loaded.collect) for c in (*note.when, *note.unless)]
     assert {c.name for c in conditions} <= stated
 
 

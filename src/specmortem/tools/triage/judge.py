@@ -182,7 +182,7 @@ def _separation(predictions: list[str]) -> int:
 
 
 def _collect(book: FactBook, rules: Rules) -> list[str]:
-    return [note.text for note in rules.collect if all(c.evidence(book) is None for c in note.when)]
+    return [note.text for note in rules.collect if all(c.evidence(book) is None for c in note.unless)]
 
 
 def _nothing(book: FactBook, rules: Rules) -> list[str]:

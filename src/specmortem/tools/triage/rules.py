@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from specmortem.convert import Text, Value, build
 from specmortem.errors import BadInputError
 from specmortem.incident import all_incidents
 from specmortem.statements.facts import Fact, FactBook
@@ -23,7 +24,6 @@ from specmortem.statements.facts import Fact, FactBook
 SCHEMA = 1
 FILE_NAME = "rules.toml"
 EVERY_INCIDENT = "*"
-EFFECTS = ("supports", "contradicts", "excludes")
 _CONDITION = re.compile(r"^(?P<not>!?)(?P<name>[a-z_][\w.-]*)(?:(?P<how><=|>=|=|<|>)(?P<value>[\w.|-]+))?$")
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
@@ -34,23 +34,14 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 ENVIRONMENT = ("gpu", "model", "version", "tp", "max_model_len", "running")  # of which one is `environment`
 
 
-@dataclass(frozen=True)
 class FactCondition:
-    """NAME, NAME=a|b or a comparison of numbers; `denied` turns it round."""
+    """NAME, NAME=a|b or a comparison of numbers; a leading `!` turns it round. BadInputError for any other text."""
 
-    name: str
-    how: str = ""
-    value: str = ""
-    denied: bool = False
-
-    @classmethod
-    def of(cls, text: str) -> FactCondition:
-        """Parse; BadInputError when it is no condition."""
+    def __init__(self, text: str) -> None:
         if not (match := _CONDITION.match(text)):
-            raise BadInputError(
-                f"rules.toml: {text!r} is no condition such as 'pp>1', 'fault=oom|ecc' or '!method'"
-            )
-        return cls(match["name"], match["how"] or "", match["value"] or "", bool(match["not"]))
+            raise BadInputError(f"{text!r} is no condition such as 'pp>1', 'fault=oom|ecc' or '!method'")
+        self.name, self.how, self.value = match["name"], match["how"] or "", match["value"] or ""
+        self.denied = bool(match["not"])
 
     def evidence(self, book: FactBook) -> list[Fact] | None:
         """The facts by which it holds, none where it holds by their absence; None where it does not hold."""
@@ -77,18 +68,17 @@ def _holds(value: str, how: str, limit: float) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class TriageRule:
+class TriageRule(Value, frozen=True):
     """What some facts say about some causes, incidents or other classes."""
 
-    id: str
+    id: Text
     when: tuple[FactCondition, ...]
-    supports: tuple[str, ...]
-    contradicts: tuple[str, ...]
-    excludes: tuple[str, ...]
-    weight: float
-    reason: str
-    source: str
+    reason: Text
+    source: Text
+    supports: tuple[str, ...] = ()
+    contradicts: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    weight: float = 0.0  # only what excludes has none
 
 
 @dataclass(frozen=True)
@@ -102,26 +92,40 @@ class Argument:
     facts: tuple[Fact, ...] = ()
 
 
-@dataclass(frozen=True)
-class NextExperiment:
+class NextExperiment(Value, frozen=True):
     """One change to make, and what each cause predicts of it; `otherwise` is what anything else does."""
 
-    id: str
-    does: str
-    command: str
-    done: tuple[FactCondition, ...]
-    needs: tuple[FactCondition, ...]
-    unless: tuple[FactCondition, ...]
-    predicts: Mapping[str, str]
-    otherwise: str
+    id: Text
+    does: Text
+    command: Text
+    otherwise: Text
+    done: tuple[FactCondition, ...] = ()
+    needs: tuple[FactCondition, ...] = ()
+    unless: tuple[FactCondition, ...] = ()
+    predicts: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True)
-class Note:
-    """Something to say when conditions hold: what weighs nothing, what is to be collected."""
+class Note(Value, frozen=True):
+    """Something to say: what weighs nothing, when all of it holds; what is to be collected, unless any of it does."""
 
-    when: tuple[FactCondition, ...]
-    text: str
+    text: Text
+    when: tuple[FactCondition, ...] = ()
+    unless: tuple[FactCondition, ...] = ()
+
+
+class RuleFile(Value, frozen=True):
+    """A rules.toml: an incident's has its causes and what they spare and predict, this package's has the rest."""
+
+    schema: int
+    rules: tuple[TriageRule, ...] = ()
+    causes: tuple[str, ...] = ()
+    spares: Mapping[str, list[str]] = {}
+    predicts: Mapping[str, Mapping[str, str]] = {}
+    thresholds: Mapping[str, float] = {}
+    classes: Mapping[str, str] = {}
+    nothing: tuple[Note, ...] = ()
+    experiments: tuple[NextExperiment, ...] = ()
+    collect: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,70 +165,49 @@ def _load(files: tuple[tuple[str, Path], ...]) -> Rules:
 
 def parse(own: Mapping[str, Any], incidents: Mapping[str, Mapping[str, Any]]) -> Rules:
     """Rules from the TOML data of this package and of each incident; BadInputError names the entry that is wrong."""
-    classes = own["classes"]
-    rules = [
-        rule
-        for slug, data in incidents.items()
-        for rule in _rules(data, slug, {slug, *data["causes"], *classes})
-    ]
-    rules += _rules(own, "triage", {EVERY_INCIDENT, *classes})
+    common, files = _file(own, "triage"), {slug: _file(data, slug) for slug, data in incidents.items()}
+    for slug, file in files.items():
+        _check(file, slug, {slug, *file.causes, *common.classes})
+    _check(common, "triage", {EVERY_INCIDENT, *common.classes})
+    spares: dict[str, list[str]] = {}
+    for file in files.values():
+        for name, causes in file.spares.items():
+            spares.setdefault(name, []).extend(causes)
     return Rules(
-        own["thresholds"],
-        {cause: slug for slug, data in incidents.items() for cause in data["causes"]},
-        classes,
-        _merged(data.get("spares", {}) for data in incidents.values()),
-        tuple(rules),
-        tuple(Note(_conditions(entry["when"]), entry["reason"]) for entry in own["nothing"]),
-        tuple(_experiment(entry, incidents.values()) for entry in own["experiments"]),
-        tuple(Note(_conditions(entry["unless"]), entry["what"]) for entry in own["collect"]),
+        common.thresholds,
+        {cause: slug for slug, file in files.items() for cause in file.causes},
+        common.classes,
+        spares,
+        tuple(rule for file in (*files.values(), common) for rule in file.rules),
+        common.nothing,
+        tuple(_predicted(experiment, files.values()) for experiment in common.experiments),
+        common.collect,
     )
 
 
-def _merged(tables: Iterable[Mapping[str, list[str]]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for table in tables:
-        for name, values in table.items():
-            found.setdefault(name, []).extend(values)
-    return found
-
-
-def _rules(data: Mapping[str, Any], whose: str, known: Container[str]) -> list[TriageRule]:
-    """The rules of one file, which may name what is known to it alone."""
-    file = f"{FILE_NAME} of {whose}"
+def _file(data: Mapping[str, Any], whose: str) -> RuleFile:
+    name = f"{FILE_NAME} of {whose}"
     if data.get("schema") != SCHEMA:
-        raise BadInputError(f"{file}: schema {data.get('schema')!r} is not {SCHEMA}")
-    found = [_rule(entry, file) for entry in data.get("rules", ())]
-    for rule in found:
+        raise BadInputError(f"{name}: schema {data.get('schema')!r} is not {SCHEMA}")
+    return build(RuleFile, data, lambda path: f"{name}: {'/'.join(map(str, path))}")
+
+
+def _check(file: RuleFile, whose: str, known: Container[str]) -> None:
+    """Refuse rules that share a name, lack a weight, or name what is not `known` to their file."""
+    where = f"{FILE_NAME} of {whose}"
+    for rule in file.rules:
+        if not rule.weight and (rule.supports or rule.contradicts):
+            raise BadInputError(f"{where}: rule {rule.id!r} has no 'weight'")
         for name in (*rule.supports, *rule.contradicts, *rule.excludes):
             if name not in known:
                 raise BadInputError(
-                    f"{file}: rule {rule.id!r} names {name!r}, which is no cause, incident or class"
+                    f"{where}: rule {rule.id!r} names {name!r}, which is no cause, incident or class"
                 )
-    ids = [rule.id for rule in found]
+    ids = [rule.id for rule in file.rules]
     if twice := next((id for id in ids if ids.count(id) > 1), None):
-        raise BadInputError(f"{file}: two rules are called {twice!r}")
-    return found
+        raise BadInputError(f"{where}: two rules are called {twice!r}")
 
 
-def _rule(entry: Mapping[str, Any], file: str) -> TriageRule:
-    try:
-        supports, contradicts, excludes = (tuple(entry.get(effect, ())) for effect in EFFECTS)
-        weight = float(entry["weight"]) if supports or contradicts else 0.0
-        text = (entry["reason"], entry["source"])
-        return TriageRule(
-            entry["id"], _conditions(entry["when"]), supports, contradicts, excludes, weight, *text
-        )
-    except KeyError as error:
-        raise BadInputError(f"{file}: rule {entry.get('id', entry)!r} has no {error}") from None
-
-
-def _experiment(entry: Mapping[str, Any], incidents: Iterable[Mapping[str, Any]]) -> NextExperiment:
-    done, needs, unless = (_conditions(entry.get(name, ())) for name in ("done", "needs", "unless"))
-    told = [data.get("predicts", {}).get(entry["id"], {}) for data in incidents]
-    predicts = {cause: text for table in told for cause, text in table.items()}
-    head = (entry["id"], entry["does"], entry["command"])
-    return NextExperiment(*head, done, needs, unless, predicts, entry["otherwise"])
-
-
-def _conditions(texts: Iterable[str]) -> tuple[FactCondition, ...]:
-    return tuple(FactCondition.of(text) for text in texts)
+def _predicted(experiment: NextExperiment, files: Iterable[RuleFile]) -> NextExperiment:
+    told = [file.predicts.get(experiment.id, {}) for file in files]
+    return experiment.replace(predicts={cause: text for table in told for cause, text in table.items()})
