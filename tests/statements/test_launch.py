@@ -521,7 +521,7 @@ def test_audit_and_triage_know_the_same_gpus(name, gpu):
     from specmortem.tools.triage import triage_text
 
     text = f"vLLM 0.27.1 on 2x {name}, MTP n=3"
-    facts = triage_text(text).parts[0].data["facts"]
+    facts = triage_text(text).parts[0]["facts"]
     assert [fact["value"] for fact in facts["arch"]] == [f"sm_{gpu}"]
     assert launch.parse(text).gpu == gpu
 

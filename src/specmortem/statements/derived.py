@@ -21,8 +21,7 @@ COMMAND_FLAGS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "mod
 
 def complete(book: FactBook) -> FactBook:
     """The book with what follows from it; what it states itself is never overruled."""
-    result = FactBook()
-    result.extend(_one_engine(_without_controls(book)))
+    result = FactBook(_one_engine(_without_controls(book)))
     for follow in (
         _architecture,
         _one_device,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 KEPT = 12  # facts kept of one name and value; the rest is counted
 
@@ -36,18 +37,19 @@ class Fact:
         return f"{self.name}={self.value}"
 
 
-@dataclass
 class FactBook:
     """The facts of one case, in the order in which they were read."""
 
-    facts: list[Fact] = field(default_factory=list)
-    counts: dict[tuple[str, str], int] = field(default_factory=dict)
-    _named: dict[str, list[Fact]] = field(default_factory=dict, repr=False, compare=False)
+    def __init__(self, facts: Iterable[Fact] = ()) -> None:
+        self.facts: list[Fact] = []
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._named: dict[str, list[Fact]] = {}
+        self.extend(facts)
 
     def add(self, fact: Fact) -> None:
         """Keep the fact, or only count it where there are enough like it."""
         key = (fact.name, fact.value)
-        self.counts[key] = self.counts.get(key, 0) + 1
+        self.counts[key] += 1
         if self.counts[key] <= KEPT:
             self.facts.append(fact)
             self._named.setdefault(fact.name, []).append(fact)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
+from specmortem.convert import Text, Value, build
 from specmortem.errors import BadInputError
 from specmortem.statements.engine_re import PatternSet, compile_bytes, compile_text, occurrences
 from specmortem.statements.facts import PROSE, STATED, Fact, FactBook
@@ -36,24 +37,45 @@ _MACROS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class FactSign:
+class FactSign(Value, frozen=True):
     """`pattern` states `fact` = `value`, or its first group where `value` is empty; see the head of `signs.toml`.
 
     What lies within its match and would state one of the facts in `hides` states nothing. `log` says that vLLM prints
     it, or that it heads a report, so that it counts beside a whole launch command.
     """
 
-    fact: str
-    pattern: str
+    fact: Text
+    pattern: Text
     words: tuple[str, ...]
     value: str = ""
-    rank: int = PROSE
+    stated: bool = False
     firm: bool = False
-    denied: str | None = None
-    convert: Callable[[str], str] | None = None
+    denied: str = ""
+    convert: Literal["", "method", "backend", "graphs", "arch", "percent"] = ""
     hides: tuple[str, ...] = ()
     log: bool = False
+
+    @property
+    def rank(self) -> int:
+        """How firm what it states is."""
+        return STATED if self.stated else PROSE
+
+
+class ControlSign(Value, frozen=True):
+    """`pattern` tells of the configuration `subject`, which somebody tried."""
+
+    subject: Text
+    pattern: Text
+
+
+class SignFile(Value, frozen=True):
+    """`signs.toml`: the signs, and what tells of controls and of what came of them."""
+
+    schema: int
+    control_words: tuple[str, ...]
+    signs: tuple[FactSign, ...]
+    controls: tuple[ControlSign, ...]
+    outcomes: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -75,8 +97,9 @@ class Signs:
 
     def __init__(self, signs: Sequence[FactSign]) -> None:
         self.signs = tuple(signs)
-        self._set = PatternSet([sign.pattern for sign in self.signs])
-        self._patterns: list[Any] = [compile_bytes(sign.pattern) for sign in self.signs]
+        patterns = [expanded(sign.pattern) for sign in self.signs]
+        self._set = PatternSet(patterns)
+        self._patterns: list[Any] = [compile_bytes(pattern) for pattern in patterns]
 
     def find(self, text: str) -> Iterator[Found]:
         """What the signs state in `text`, negated mentions aside."""
@@ -105,8 +128,8 @@ def _value(sign: FactSign, match: Any, text: str, start: int, end: int) -> str:
     """What a match states; empty when it is denied."""
     value = sign.value or _decoded(next((group for group in match.groups() if group), b""))
     if not sign.firm and negated(text, start, end):
-        value = sign.denied or ""
-    return sign.convert(value) if sign.convert and value else value
+        value = sign.denied
+    return CONVERTERS[sign.convert](value) if sign.convert and value else value
 
 
 def negated(text: str, start: int, end: int) -> bool:
@@ -119,20 +142,20 @@ def negated(text: str, start: int, end: int) -> bool:
 
 
 @cache
-def data() -> Mapping[str, Any]:
-    """`signs.toml`, parsed. Raises BadInputError for a schema that is not known."""
+def data() -> SignFile:
+    """`signs.toml`. Raises BadInputError for a schema that is not known, and for what has another form."""
     found = tomllib.loads(
         resources.files("specmortem.statements").joinpath("signs.toml").read_text(encoding="utf-8")
     )
     if found.get("schema") != SCHEMA:
         raise BadInputError(f"signs.toml: schema {found.get('schema')!r} is not {SCHEMA}")
-    return found
+    return build(SignFile, found, lambda path: f"signs.toml: {'/'.join(map(str, path))}")
 
 
 @cache
 def all_signs() -> Signs:
     """Every sign of `signs.toml`."""
-    return Signs([_sign(entry) for entry in data()["signs"]])
+    return Signs(data().signs)
 
 
 @cache
@@ -149,16 +172,6 @@ def book_of(text: str, signs: Signs) -> FactBook:
             match = line[found.start : found.end].strip()
             book.add(Fact(found.sign.fact, found.value, "", number, line, found.sign.rank, match=match))
     return book
-
-
-def _sign(entry: Mapping[str, Any]) -> FactSign:
-    made = dict(entry)
-    try:
-        made |= {"pattern": expanded(entry["pattern"]), "convert": CONVERTERS.get(entry.get("convert", ""))}
-        made |= {name: tuple(entry.get(name, ())) for name in ("words", "hides")}
-        return FactSign(rank=STATED if made.pop("stated", False) else PROSE, **made)
-    except (KeyError, TypeError) as error:
-        raise BadInputError(f"signs.toml: {entry!r}: {error}") from None
 
 
 def expanded(pattern: str) -> str:

@@ -16,7 +16,7 @@ Any news on this?
 
 
 def answers(report):
-    return [part.data["answer"] for part in report.parts]
+    return [part["answer"] for part in report.parts]
 
 
 def test_comments_about_another_incident_are_judged_apart():
@@ -35,7 +35,7 @@ def test_a_log_and_the_kernel_log_are_one_case(tmp_path):
     (tmp_path / "dmesg").write_text("[Wed Mar  4 10:00:09 2026] NVRM: Xid (PCI:0000:0a:00): 31, VIRT_READ\n")
     report = triage([str(tmp_path / "server.log"), str(tmp_path / "dmesg")])
     assert answers(report) == ["dflash-oob"]
-    assert report.parts[0].data["facts"]["xid"][0]["file"] == "dmesg"
+    assert report.parts[0]["facts"]["xid"][0]["file"] == "dmesg"
 
 
 def test_two_reports_are_two_cases(tmp_path):

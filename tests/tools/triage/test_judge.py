@@ -12,7 +12,7 @@ from . import logs
 
 
 def data(text):
-    return triage_text(text).parts[0].data
+    return triage_text(text).parts[0]
 
 
 def candidate(found, cause):

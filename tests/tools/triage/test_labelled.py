@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not HOME, reason="SPECMORTEM_TRIAGE_REPORTS is n
 def judged():
     with (Path(HOME) / "labels.tsv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
-    return [(row, triage([str(Path(HOME) / "reports" / row["file"])]).parts[0].data) for row in rows]
+    return [(row, triage([str(Path(HOME) / "reports" / row["file"])]).parts[0]) for row in rows]
 
 
 def acceptable(row):

@@ -141,7 +141,7 @@ def test_markdown_has_what_an_issue_asks_for():
 
 def test_the_tables_of_a_notebook():
     found = triage_text(logs.DFLASH, "server.log")
-    rows, best = candidate_rows(found), found.parts[0].data["candidates"][0]
+    rows, best = candidate_rows(found), found.parts[0]["candidates"][0]
     assert headline(found.as_dict()).startswith("dflash-oob: ")
     assert rows[0]["candidate"] == f"dflash-oob / {best['cause']}"
     assert rows[0]["for"].startswith(f"{best['for'][0]['weight']:g}: {best['for'][0]['reason']}")

@@ -117,7 +117,7 @@ def test_rules_ask_only_for_facts_that_can_be_stated():
         "loop_backend",
         "drafter_follows",
     }
-    stated |= {f"control.{entry['subject']}" for entry in signs.data()["controls"]}
+    stated |= {f"control.{sign.subject}" for sign in signs.data().controls}
     loaded = rules.load()
     conditions = [c for rule in loaded.rules for c in rule.when]
     conditions += [c for e in loaded.experiments for c in (*e.done, *e.needs, *e.unless)]

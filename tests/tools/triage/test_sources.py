@@ -39,7 +39,7 @@ def test_standard_input(monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(logs.DFLASH.encode())))
     report = triage(["-"])
     assert report.answer == "dflash-oob"
-    assert report.parts[0].where == "stdin:1"
+    assert report.parts[0]["where"] == "stdin:1"
 
 
 def test_missing_file_and_folder(tmp_path):

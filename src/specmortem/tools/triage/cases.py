@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from specmortem.statements.facts import Fact, FactBook
+from specmortem.statements.facts import FactBook
 from specmortem.tools.triage.reader import Segment
 
 BROKE = ("fault", "symptom", "phase")
@@ -16,21 +16,10 @@ DIFFERENCES = 2  # of version, GPU, drafter and kind of fault: another incident
 
 @dataclass
 class TriageCase:
-    """Segments that can be of one incident."""
+    """What segments state that can be of one incident; `where` is file and first line."""
 
-    segments: list[Segment] = field(default_factory=list)
+    where: str
     book: FactBook = field(default_factory=FactBook)
-
-    def add(self, segment: Segment) -> None:
-        """Take the segment in."""
-        self.segments.append(segment)
-        self.book.extend(segment.facts)
-
-    @property
-    def where(self) -> str:
-        """File and first line."""
-        first = self.segments[0]
-        return f"{first.file}:{first.line}"
 
 
 def split(segments: Iterable[Segment]) -> list[TriageCase]:
@@ -43,31 +32,22 @@ def split(segments: Iterable[Segment]) -> list[TriageCase]:
         if current is None or not _joins(current, segment):
             current = next((case for case in reversed(cases) if _joins(case, segment)), None)
         if current is None:
-            current = TriageCase()
+            current = TriageCase(f"{segment.file}:{segment.line}")
             if len(cases) < MOST_CASES:
                 cases.append(current)
-        current.add(segment)
-    if not cases:
-        (empty := TriageCase()).add(Segment("", 0))
-        return [empty]
-    return cases
+        current.book.extend(segment.facts)
+    return cases or [TriageCase(":0")]
 
 
 def _joins(case: TriageCase, segment: Segment) -> bool:
     """Whether nothing says that the segment is of another incident."""
-    old, new = _identity(case.book), _identity(_book(segment.facts))
+    old, new = _identity(case.book), _identity(FactBook(segment.facts))
     if _differ(old, new, "engine"):
         return False
     if not (old["broke"] and new["broke"]):
         return True
     differences = sum(_differ(old, new, name) for name in ("version", "gpu", "method", "fault", "spec"))
     return differences < DIFFERENCES
-
-
-def _book(facts: Iterable[Fact]) -> FactBook:
-    book = FactBook()
-    book.extend(facts)
-    return book
 
 
 def _identity(book: FactBook) -> Mapping[str, set[str]]:

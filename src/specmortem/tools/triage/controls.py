@@ -30,7 +30,7 @@ def controls(text: str) -> Iterator[Control]:
         if len(clause) < SHORTEST or not (found := _subjects().indices(clause.encode("utf-8", "replace"))):
             continue
         if result := _result(clause):
-            yield from (Control(data()["controls"][index]["subject"], result, start) for index in found)
+            yield from (Control(data().controls[index].subject, result, start) for index in found)
 
 
 def _clauses(text: str) -> Iterator[tuple[int, str]]:
@@ -54,9 +54,9 @@ def _result(clause: str) -> str:
 
 @cache
 def _subjects() -> PatternSet:
-    return PatternSet([entry["pattern"] for entry in data()["controls"]])
+    return PatternSet([sign.pattern for sign in data().controls])
 
 
 @cache
 def _outcome(name: str) -> Any:
-    return compile_text(data()["outcomes"][name])
+    return compile_text(data().outcomes[name])

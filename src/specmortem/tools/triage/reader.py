@@ -68,7 +68,7 @@ class Segment:
 def words() -> tuple[str, ...]:
     """The words that large logs are searched for; those of one or two letters stand in too many lines."""
     found = {word.lower() for sign in all_signs().signs for word in sign.words}
-    return tuple(sorted(word for word in found | set(data()["control_words"]) if len(word) > 2))
+    return tuple(sorted(word for word in found | set(data().control_words) if len(word) > 2))
 
 
 def read(paths: Iterable[str]) -> list[Segment]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specmortem.tools.triage.judge import INSUFFICIENT, NONE
-from specmortem.tools.triage.report import Part, TriageReport
+from specmortem.tools.triage.report import TriageReport
 
 SHOWN = 3
 ENVIRONMENT = (
@@ -37,8 +37,8 @@ def as_text(report: TriageReport) -> str:
     lines: list[str] = []
     for part in report.parts:
         if len(report.parts) > 1:
-            lines += [f"=== {part.where}", ""]
-        lines += [*_text_part(part.data), ""]
+            lines += [f"=== {part['where']}", ""]
+        lines += [*_text_part(part), ""]
     if report.redacted:
         lines.append(
             "redacted: " + ", ".join(f"{count} {kind}" for kind, count in sorted(report.redacted.items()))
@@ -81,19 +81,15 @@ def candidate_rows(report: TriageReport) -> list[dict[str, str]]:
             "for": _weighed(c["for"]),
             "against": _weighed(c["against"]),
         }
-        for c in _shown(report.parts[0].data)
+        for c in _shown(report.parts[0])
     ]
 
 
 def next_rows(report: TriageReport) -> list[dict[str, str]]:
     """The main answer's next experiments as rows of a table, and what each candidate predicts of them."""
     return [
-        {
-            "next": entry["does"],
-            "how": entry["command"],
-            "predicted": _predicted(entry),
-        }
-        for entry in report.parts[0].data["next"]
+        {"next": entry["does"], "how": entry["command"], "predicted": _predicted(entry)}
+        for entry in report.parts[0]["next"]
     ]
 
 
@@ -106,7 +102,7 @@ def _weighed(arguments: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _at(argument: Mapping[str, Any]) -> str:
-    places = dict.fromkeys(f"{f['file'].rsplit('/', 1)[-1]}:{f['line']}" for f in argument["facts"])
+    places = dict.fromkeys(map(_where, argument["facts"]))
     return f"  [{', '.join(places)}]" if places else ""
 
 
@@ -124,16 +120,14 @@ def code(text: str) -> str:
 
 def as_markdown(report: TriageReport) -> str:
     """Ready to paste into an upstream issue: environment, timeline, evidence, controls."""
-    lines: list[str] = []
-    for part in report.parts:
-        lines += _markdown_part(part)
+    lines = [line for part in report.parts for line in _markdown_part(part)]
     counts = ", ".join(f"{count} × {kind}" for kind, count in sorted(report.redacted.items())) or "nothing"
     return "\n".join([*lines, f"Redacted before pasting: {counts}.", ""])
 
 
-def _markdown_part(part: Part) -> list[str]:
-    data, facts = part.data, part.data["facts"]
-    lines = [f"### Triage of {code(part.where)}", "", f"**{headline(data)}**", ""]
+def _markdown_part(data: Mapping[str, Any]) -> list[str]:
+    facts = data["facts"]
+    lines = [f"### Triage of {code(data['where'])}", "", f"**{headline(data)}**", ""]
     for title, items in {
         "Environment": [
             f"{n}: {', '.join(code(f['value']) for f in facts[n])}" for n in ENVIRONMENT if n in facts
@@ -188,9 +182,7 @@ def as_html(report: TriageReport) -> str:
     """A page of its own: no script, nothing fetched, everything from the log escaped."""
     from specmortem.report.html import standalone
 
-    parts = [
-        (part, headline(part.data), _shown(part.data), _timeline(part.data["facts"])) for part in report.parts
-    ]
+    parts = [(part, headline(part), _shown(part), _timeline(part["facts"])) for part in report.parts]
     return standalone(
         Path(__file__).parent,
         "triage.html.j2",

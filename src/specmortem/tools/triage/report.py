@@ -17,26 +17,16 @@ EXCERPT = 240  # characters of a message that are shown
 
 
 @dataclass
-class Part:
-    """One case and its answer, with everything private replaced."""
-
-    where: str
-    data: dict[str, Any]
-
-
-@dataclass
 class TriageReport:
-    """All cases of one call; the first is the main one."""
+    """All cases of one call, each its place and answer with everything private replaced; the first is the main one."""
 
-    parts: list[Part]
+    parts: list[dict[str, Any]]
     redacted: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form: the first case, and the others under `parts`."""
-        main = {"where": self.parts[0].where, **self.parts[0].data}
-        if len(self.parts) > 1:
-            main["parts"] = [{"where": part.where, **part.data} for part in self.parts[1:]]
-        return {**main, "redacted": dict(self.redacted)}
+        main, *others = self.parts
+        return {**main, **({"parts": others} if others else {}), "redacted": dict(self.redacted)}
 
     def as_json(self) -> str:
         """`as_dict` as text."""
@@ -45,13 +35,13 @@ class TriageReport:
     @property
     def answer(self) -> str:
         """The main answer."""
-        return str(self.parts[0].data["answer"])
+        return str(self.parts[0]["answer"])
 
 
 def report(answers: Iterable[tuple[str, Answer]]) -> TriageReport:
     """The report of (place, answer) pairs."""
     redact = Redactor()
-    parts = [Part(redact(where), _data(answer, redact)) for where, answer in answers]
+    parts = [{"where": redact(where), **_data(answer, redact)} for where, answer in answers]
     return TriageReport(parts, dict(redact.counts))
 
 
