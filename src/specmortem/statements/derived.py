@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 from specmortem import exposure
@@ -11,7 +12,7 @@ from specmortem.statements.facts import PROSE, STATED, Fact, FactBook
 from specmortem.statements.gpus import gpu_of
 from specmortem.statements.signs import backend
 
-CONCURRENT, SINGLE = "many", "single"
+CONCURRENT = "many"
 LOW_KV_PERCENT = 30.0
 FIRST_ON_V1 = 8
 _MINOR = re.compile(r"0\.(\d{1,3})\b")
@@ -35,14 +36,14 @@ def complete(book: FactBook) -> FactBook:
         _drafter_follows,
         _loop_backend,
     ):
-        result.extend(follow(result))
+        result.extend(tuple(follow(result)))
     return result
 
 
 def with_names(book: FactBook) -> FactBook:
     """The book with what names stand for: the architecture of a GPU, and the backends that vLLM says it chose."""
     for follow in (_architecture, _chosen_backend):
-        book.extend(follow(book))
+        book.extend(tuple(follow(book)))
     return book
 
 
@@ -69,101 +70,90 @@ def _because(fact: Fact, name: str, value: str) -> Fact:
     return replace(fact, name=name, value=value, rank=PROSE)
 
 
-def _architecture(book: FactBook) -> list[Fact]:
-    if "arch" in book:
-        return []
-    found = ((fact, gpu_of(fact.value)) for fact in book.named("gpu"))
-    return [_because(fact, "arch", f"sm_{gpu}") for fact, gpu in found if gpu][:4]
+def _architecture(book: FactBook) -> Iterator[Fact]:
+    if "arch" not in book:
+        found = ((fact, gpu_of(fact.value)) for fact in book.named("gpu"))
+        known = [_because(fact, "arch", f"sm_{gpu}") for fact, gpu in found if gpu]
+        yield from known[:4]
 
 
-def _one_device(book: FactBook) -> list[Fact]:
-    if "pp" in book or book.values("gpus") != ["1"] or (book.numbers("tp") and max(book.numbers("tp")) > 1):
-        return []
-    return [_because(book.named("gpus")[0], "pp", "1")]
+def _one_device(book: FactBook) -> Iterator[Fact]:
+    if "pp" not in book and book.values("gpus") == ["1"] and max(book.numbers("tp"), default=1) <= 1:
+        yield _because(book.named("gpus")[0], "pp", "1")
 
 
-def _default_pipeline(book: FactBook) -> list[Fact]:
+def _default_pipeline(book: FactBook) -> Iterator[Fact]:
     """A launch command that names no pipeline has none."""
-    if "pp" in book:
-        return []
     stated = [fact for name in COMMAND_FLAGS for fact in book.named(name) if fact.rank == STATED]
-    return [_because(stated[0], "pp", "1")] if len({fact.name for fact in stated}) >= 2 else []
+    if "pp" not in book and len({fact.name for fact in stated}) >= 2:
+        yield _because(stated[0], "pp", "1")
 
 
-def _speculation(book: FactBook) -> list[Fact]:
+def _speculation(book: FactBook) -> Iterator[Fact]:
     """`spec`: on, off, empty (a dump without draft tokens), or mentioned."""
+    said = book.named("speculation")
     firm = [f for name in ("method", "k") for f in book.named(name) if f.rank == STATED]
     firm += book.named("acceptance_length") + book.named("acceptance_rate")
     firm += [f for f in book.named("spec_tokens") if f.value == "scheduled"]
-    firm += [f for f in book.named("speculation") if f.rank == STATED and f.value == "on"]
-    if firm:
-        return [_because(firm[0], "spec", "on")]
+    firm += [f for f in said if f.rank == STATED and f.value == "on"]
     off = [f for f in book if f.name == "speculation" and f.value == "off" and f.rank == STATED]
-    mentioned = book.named("method") or [f for f in book.named("speculation") if f.value == "on"]
-    if off and not book.named("method"):
-        return [_because(off[0], "spec", "off")]
-    if mentioned:
-        return [_because(mentioned[0], "spec", "mentioned")]
+    mentioned = book.named("method") or [f for f in said if f.value == "on"]
     empty = [f for f in book.named("spec_tokens") if f.value == "empty"]
-    return [_because(empty[0], "spec", "empty")] if empty else []
+    if firm:
+        yield _because(firm[0], "spec", "on")
+    elif off and not book.named("method"):
+        yield _because(off[0], "spec", "off")
+    elif mentioned:
+        yield _because(mentioned[0], "spec", "mentioned")
+    elif empty:
+        yield _because(empty[0], "spec", "empty")
 
 
-def _cache_mode(book: FactBook) -> list[Fact]:
+def _cache_mode(book: FactBook) -> Iterator[Fact]:
     """Hybrid models that cache prefixes run in align mode (the default since vLLM 0.26.0)."""
-    if "cache_mode" in book or "hybrid" not in book or book.value("prefix_cache") != "on":
-        return []
-    return [_because(book.named("prefix_cache")[0], "cache_mode", "align")]
+    if "cache_mode" not in book and "hybrid" in book and book.value("prefix_cache") == "on":
+        yield _because(book.named("prefix_cache")[0], "cache_mode", "align")
 
 
-def _concurrency(book: FactBook) -> list[Fact]:
-    running = [(fact, int(fact.value)) for fact in book.named("running")]
-    if any(number > 1 for _, number in running):
-        return [_because(max(running, key=lambda pair: pair[1])[0], "concurrency", CONCURRENT)]
-    return []
+def _concurrency(book: FactBook) -> Iterator[Fact]:
+    most = max(book.named("running"), key=lambda fact: int(fact.value), default=None)
+    if most and int(most.value) > 1:
+        yield _because(most, "concurrency", CONCURRENT)
 
 
-def _kv(book: FactBook) -> list[Fact]:
-    usage = [fact for fact in book.named("kv_usage") if float(fact.value) < LOW_KV_PERCENT]
-    return (
-        [_because(usage[-1], "kv_low", "yes")] if usage and len(usage) == len(book.named("kv_usage")) else []
-    )
+def _kv(book: FactBook) -> Iterator[Fact]:
+    usage = book.named("kv_usage")
+    if usage and all(float(fact.value) < LOW_KV_PERCENT for fact in usage):
+        yield _because(usage[-1], "kv_low", "yes")
 
 
-def _old_engine(book: FactBook) -> list[Fact]:
+def _old_engine(book: FactBook) -> Iterator[Fact]:
     """Releases before 0.8 ran V0 by default; a fork's number says nothing."""
-    found = book.named("version")
-    minor = _MINOR.match(found[0].value) if found else None
-    if minor is None or int(minor[1]) >= FIRST_ON_V1 or "runner" in book or "fork" in book:
-        return []
-    return [_because(found[0], "runner", "v0")]
+    minor = _MINOR.match(book.value("version"))
+    if minor and int(minor[1]) < FIRST_ON_V1 and "runner" not in book and "fork" not in book:
+        yield _because(book.named("version")[0], "runner", "v0")
 
 
-def _chosen_backend(book: FactBook) -> list[Fact]:
+def _chosen_backend(book: FactBook) -> Iterator[Fact]:
     """What vLLM chose: for the drafter alone where the target's is named, else first for the target."""
     chosen = book.named("chosen_backend")
-    if not chosen:
-        return []
-    found = [] if "draft_backend" in book else [replace(chosen[-1], name="draft_backend")]
-    if all(fact.rank == PROSE for fact in book.named("backend")):
-        found.append(replace(chosen[0], name="backend"))
-    return found
+    if chosen and "draft_backend" not in book:
+        yield replace(chosen[-1], name="draft_backend")
+    if chosen and all(fact.rank == PROSE for fact in book.named("backend")):
+        yield replace(chosen[0], name="backend")
 
 
-def _drafter_follows(book: FactBook) -> list[Fact]:
+def _drafter_follows(book: FactBook) -> Iterator[Fact]:
     """`drafter_follows`: whether the drafter has the target's attention backend in this release."""
     follows = exposure.follows_target(config(book))
-    return (
-        []
-        if follows is None
-        else [_because(book.named("version")[0], "drafter_follows", "yes" if follows else "no")]
-    )
+    if follows is not None:
+        yield _because(book.named("version")[0], "drafter_follows", "yes" if follows else "no")
 
 
-def _loop_backend(book: FactBook) -> list[Fact]:
+def _loop_backend(book: FactBook) -> Iterator[Fact]:
     """`loop_backend`: the drafter's attention backend; `depends` where the one named need not be its own."""
     named = book.named("draft_backend") or book.named("backend")
     methods = book.values("method")
-    if not named or (methods and not LOOP_DRAFTERS & set(methods)):
-        return []
-    known = exposure.resolve(config(book)).draft_attention
-    return [_because(named[0], "loop_backend", backend(known) or "depends")]
+    if named and (not methods or LOOP_DRAFTERS & set(methods)):
+        known = exposure.resolve(config(book)).draft_attention
+        yield _because(named[0], "loop_backend", backend(known) or "depends")

@@ -79,10 +79,6 @@ class FactBook:
         """The values that are numbers."""
         return [number for value in self.values(name) if (number := as_number(value)) is not None]
 
-    def names(self) -> list[str]:
-        """Names of all facts, each once, in order."""
-        return list(self._named)
-
     def __contains__(self, name: str) -> bool:
         return name in self._named
 

@@ -60,9 +60,7 @@ class Segment:
 
     file: str
     line: int
-    title: str = ""
     facts: list[Fact] = field(default_factory=list)
-    last: int = 0
 
 
 def words() -> tuple[str, ...]:
@@ -138,7 +136,7 @@ class _Reader:
     def _one(self, line: str, number: int) -> None:
         if len(line) < 120 and BOUNDARY.search(line):
             self._flush()
-            self.segments.append(Segment(self.file, number, line.strip()[:80]))
+            self.segments.append(Segment(self.file, number))
         for record in records(line):
             if record.logged or len(record.text) > JOINED:
                 self._flush()
@@ -214,7 +212,6 @@ class _Reader:
             or text.count(UNDECODED) * MOST_UNDECODED > len(text)
         ):
             return
-        self.segments[-1].last = number
         for fact in facts_of(record, self.file, lines or ((0, number),)):
             self._stated += 1
             self.segments[-1].facts.append(fact)
