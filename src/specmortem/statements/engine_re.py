@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import re2
@@ -44,11 +44,3 @@ class PatternSet:
 def literals(words: Iterable[str]) -> Any:
     """A pattern over bytes that finds any of the words, in either case."""
     return compile_bytes("(?i)(" + "|".join(re2.escape(word) for word in words) + ")")
-
-
-def occurrences(pattern: Any, text: bytes, at_most: int) -> Iterator[Any]:
-    """The first few matches."""
-    for number, match in enumerate(pattern.finditer(text)):
-        if number == at_most:
-            return
-        yield match

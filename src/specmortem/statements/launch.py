@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +99,13 @@ def parse(text: str) -> Config:
     logged = list(_logged(text))
     for found in logged:
         notes.mapping(found, "log")
-    notes.words(_words("\n".join(commands) or ("" if logged else text)))
-    notes.sentences(text, whole=bool(commands or logged))
+    for shown, value in _words("\n".join(commands) or ("" if logged else text)):
+        notes.flag(shown.lstrip("-"), value, shown)
+    whole = bool(commands or logged)
+    notes.sentences(text, whole=whole)
     cut = re.search(r"\.\.\.|\bcut\b", "\n".join(commands))
-    return replace(notes.config(), complete=bool(commands or logged) and not cut)
+    fields, unknown = notes.fields, tuple(notes.unknown)
+    return Config(**fields, sources=notes.sources, unknown=unknown, complete=whole and not cut)
 
 
 class _Notes:
@@ -114,17 +116,9 @@ class _Notes:
         self.sources: dict[str, str] = {}
         self.unknown: dict[str, None] = {}
 
-    def config(self) -> Config:
-        return Config(**self.fields, sources=self.sources, unknown=tuple(self.unknown))
-
     def put(self, name: str, value: Any, source: str) -> None:
         if value is not None and name not in self.fields:
             self.fields[name], self.sources[name] = value, source
-
-    def words(self, pairs: Iterator[tuple[str, str]]) -> None:
-        """Flags and key=value words, in the order of the text."""
-        for shown, value in pairs:
-            self.flag(shown.lstrip("-"), value, shown)
 
     def flag(self, name: str, value: str, shown: str) -> None:
         """One flag by its name without dashes."""

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import islice
 from typing import Any, Literal
 
 from specmortem.convert import Text, Value, build
 from specmortem.errors import BadInputError
-from specmortem.statements.engine_re import PatternSet, compile_bytes, compile_text, occurrences
+from specmortem.statements.engine_re import PatternSet, compile_bytes, compile_text
 from specmortem.statements.facts import PROSE, STATED, Fact, FactBook
 
 SCHEMA = 1
@@ -112,7 +113,7 @@ class Signs:
         ascii_only = len(data) == len(text)
         for index in self._set.indices(data):
             sign = self.signs[index]
-            for match in occurrences(self._patterns[index], data, MATCHES_A_LINE):
+            for match in islice(self._patterns[index].finditer(data), MATCHES_A_LINE):
                 start, end = match.span()
                 if not ascii_only:
                     start, end = len(_decoded(data[:start])), len(_decoded(data[:end]))

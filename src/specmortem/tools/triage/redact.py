@@ -32,27 +32,19 @@ class Redactor:
     def _replaced(self, text: str) -> str:
         text = clean(text).replace("\n", " ").replace("\t", " ")
         for kind, pattern in _private():
-            if not pattern.search(text):
-                continue
-            if kind == "path":
-                text = self._paths(text, pattern)
-                continue
-            self.counts[kind] += sum(1 for _ in pattern.finditer(text))
-            text = pattern.sub(f"<{kind}>", text)
+            shown = self._path if kind == "path" else f"<{kind}>"
+            text, count = pattern.subn(shown, text)
+            if count:
+                self.counts[kind] += count
         return text
 
-    def _paths(self, text: str, pattern: Any) -> str:
+    @staticmethod
+    def _path(match: Any) -> str:
         """The name at the end of a path stays when it is a source file, which says what code ran."""
-        parts: list[str] = []
-        at = 0
-        for match in pattern.finditer(text):
-            name = match.group().replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
-            kept = name if name.endswith(SOURCE_FILES) and len(name) < LONGEST_NAME else ""
-            before = match.group(1) if pattern.groups else ""
-            parts += [text[at : match.start()], before, f"<path>/{kept}" if kept else "<path>"]
-            at = match.end()
-            self.counts["path"] += 1
-        return "".join((*parts, text[at:]))
+        name = match.group().replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
+        kept = f"/{name}" if name.endswith(SOURCE_FILES) and len(name) < LONGEST_NAME else ""
+        before = match.group(1) if match.re.groups else ""
+        return f"{before}<path>{kept}"
 
 
 @cache
