@@ -70,6 +70,27 @@ def test_an_unknown_cause_is_refused():
     refused(change, "no-such-cause")
 
 
+def test_an_unknown_key_and_a_malformed_condition_are_refused_with_their_place():
+    def unknown(data):
+        data["rules"][0]["weigth"] = 1
+        return data
+
+    def malformed(data):
+        data["rules"][0]["when"] = ["pp >"]
+        return data
+
+    refused(unknown, "rules/0: unknown key 'weigth'")
+    refused(malformed, "rules/0/when/0: 'pp >' is no condition")
+
+
+def test_a_rule_that_weighs_nothing_is_refused():
+    def change(data):
+        del data["rules"][0]["weight"]
+        return data
+
+    refused(change, "has no 'weight'")
+
+
 def test_a_cause_of_another_incident_is_refused():
     entry = {"id": "a", "when": ["pp"], "supports": ["first"], "weight": 1, "reason": "r", "source": "s"}
     files = {name: {"schema": 1, "causes": [name], "rules": [entry]} for name in ("first", "second")}
