@@ -72,17 +72,12 @@ def _candidate(candidate: Candidate, redact: Redactor) -> dict[str, Any]:
 
 
 def _argument(argument: Argument, redact: Redactor) -> dict[str, Any]:
-    found = [_place(fact, redact) for fact in argument.facts]
+    found = [{"fact": f"{f.name}={redact(f.value)}", **_place(f, redact)} for f in argument.facts]
     return {**vars(argument), "weight": abs(argument.weight), "facts": found}
 
 
 def _place(fact: Fact, redact: Redactor) -> dict[str, Any]:
-    return {
-        "fact": f"{fact.name}={redact(fact.value)}",
-        "file": redact(fact.file),
-        "line": fact.line,
-        "text": _excerpt(fact, redact),
-    }
+    return {"file": redact(fact.file), "line": fact.line, "text": _excerpt(fact, redact)}
 
 
 def _excerpt(fact: Fact, redact: Redactor) -> str:
@@ -101,8 +96,8 @@ def _facts(answer: Answer, redact: Redactor) -> dict[str, list[dict[str, Any]]]:
 
 
 def _fact(fact: Fact, answer: Answer, redact: Redactor) -> dict[str, Any]:
-    place = _place(fact, redact) | {"seen": answer.book.counts.get((fact.name, fact.value), 1)}
-    stated = {"value": redact(fact.value), **{name: place[name] for name in ("file", "line", "text", "seen")}}
+    seen = answer.book.counts.get((fact.name, fact.value), 1)
+    stated = {"value": redact(fact.value), **_place(fact, redact), "seen": seen}
     return {**stated, "time": redact(fact.time)} if fact.time else stated
 
 
