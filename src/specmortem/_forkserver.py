@@ -159,7 +159,8 @@ class Supervisor:
         """Start one experiment, or report why it cannot be started."""
         folder = self.folder / str(index)
         request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
-        forking = not (request["env"] or request["command"]) and may_fork(request["target"])
+        in_this_environment = not (request["env"] or request["command"])
+        forking = in_this_environment and may_fork(request["target"], request["modules"])
         began, oom_kills_before = time.monotonic(), oom_kills()
         try:
             pid = self.fork(folder) if forking else self.spawn(folder, request)
@@ -276,17 +277,17 @@ def environment(inherited: Mapping[str, str], request: Mapping[str, Any]) -> dic
     return {**native, **request["env"]}
 
 
-def may_fork(target: str) -> bool:
-    """Whether this process, with torch, triton and this package's targets imported, can be forked.
+def may_fork(target: str, modules: Sequence[str] = ()) -> bool:
+    """Whether this process, with torch, triton, this package's targets and `modules` imported, can be forked.
 
-    It can with one thread and no CUDA context. Modules of others are imported in the experiment only.
+    It can with one thread and no CUDA context. Targets of others are imported in the experiment only.
     """
     tasks = Path("/proc/self/task")
     if not hasattr(os, "fork") or not tasks.is_dir():
         return False
     preload()
     if target.startswith(f"{__package__}."):
-        preload(target.partition(":")[0])
+        preload(target.partition(":")[0], *modules)
     cuda = sys.modules.get("torch.cuda")
     return len(list(tasks.iterdir())) == 1 and not (cuda and cuda.is_initialized())
 

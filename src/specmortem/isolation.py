@@ -77,7 +77,8 @@ class Arm:
 
     The target is a function of a module, or its name, "package.module:function"; the arm keeps the name, so that
     both give equal arms. It returns what JSON can hold. `timeout_s` counts from the start of the process. On `sim`
-    the process has TRITON_INTERPRET=1. An arm with its own `env` takes seconds to start, not milliseconds.
+    the process has TRITON_INTERPRET=1. An arm with its own `env` takes seconds to start, not milliseconds. What the
+    target imports beside its own module is told in `modules`: imported once, it is there for all arms.
     Raises BadInputError for a field that cannot be used.
     """
 
@@ -87,6 +88,7 @@ class Arm:
     timeout_s: float = 60.0
     device: Device = "sim"
     env: Mapping[str, str] = field(default_factory=dict)
+    modules: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Refuse what would fail only in the child."""
@@ -115,6 +117,7 @@ class Arm:
                     "device": self.device,
                     "command": [],
                     "env": dict(self.env),
+                    "modules": list(self.modules),
                     "memory_bytes": memory_bytes if self.device == "sim" else None,
                 }
             )

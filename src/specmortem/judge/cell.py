@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-from contextlib import suppress
 from typing import Any
 
 from specmortem import upstream
@@ -17,10 +16,7 @@ from specmortem.judge.records import Record, Recorded
 from specmortem.judge.subjects import Place
 from specmortem.verdict import Verdict
 
-# The supervisor imports this module once, and forks the judgements with all probes in memory.
-for _incident in all_incidents().values():
-    with suppress(Exception):
-        importlib.import_module(f"{_incident.package}.probe")
+all_incidents()  # looked up once by the supervisor, for all judgements that are its forks
 
 
 def judge(cause: str, place: dict[str, str], device: str, cpu_seconds: float) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
-from specmortem.incident import Probe, probe_of
+from specmortem.incident import Probe, of_cause, probe_of
 from specmortem.isolation import Arm, ArmResult, keep_supervisors, run_arms
 from specmortem.judge import box
 from specmortem.judge.records import Question, Record, Recorded, look_up
@@ -173,6 +173,7 @@ def _arm(task: Task) -> Arm:
         name=f"{task.cause} on {task.place.subject}",
         timeout_s=task.timeout_s,
         device=kind,
+        modules=(f"{of_cause(task.cause).package}.probe",),
     )
 
 
