@@ -13,7 +13,7 @@ HOSTILE = {
     "endless loop": ("while True: pass", "timeout"),
     "exit": ("import os; os._exit(0)", "without an outcome"),
     "huge allocation": ("return bytes(1 << 40)", "MemoryError"),
-    "many allocations": ("x = []\nwhile True: x.append(bytearray(1 << 26))", "MemoryError"),
+    "many allocations": ("x = []\nwhile True: x.append(bytes(1 << 26))", "MemoryError"),
     "fork bomb": ("import os\nwhile True: os.fork()", "not permitted"),
     "subprocess": ("import subprocess; subprocess.run(['true'])", "not permitted"),
     "network": ("import socket; socket.create_connection(('127.0.0.1', 9))", "not permitted"),
@@ -50,7 +50,7 @@ def test_hostile_code_is_not_judged_and_the_other_row_is_intact(kind, make_hosti
     body, reason = HOSTILE[kind]
     hostile = make_hostile(body)
     harmless = make_hostile("raise RuntimeError('harmless')", "harmless")
-    done = audit([hostile, harmless], [CAUSE], timeout_s=15 if kind == "endless loop" else 90)
+    done = audit([hostile, harmless], [CAUSE], timeout_s=8 if kind == "endless loop" else 90)
     by_subject = {row.subject: row for row in done.rows}
     row = by_subject[hostile]
     assert row.status == "not-judged"
