@@ -35,6 +35,26 @@ def package_index() -> None:
         pytest.skip(f"no package index: {index.redacted(error)}")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def supervisors_kept() -> None:
+    """A supervisor takes two seconds to start: where that is not the subject, one serves a whole file of tests."""
+    from specmortem import isolation
+
+    isolation.keep_supervisors()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    """Pytest names the test in the environment, which would be another one for each; see `supervisors_kept`."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    """As `pytest_fixture_setup`."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that execute notebooks come first: begun last, one of them would keep a single worker busy to the end."""

@@ -184,7 +184,6 @@ def test_a_supervisor_that_does_not_answer_is_ended_and_so_is_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolation, "SILENCE_S", 5.0)
-    isolation.keep_supervisors()
     stopping = Arm("isolated_targets:stop_the_supervisor", {"pids": str(tmp_path / "pids")}, timeout_s=0.1)
     ends = run_arms([arm("give", value=1), stopping, arm("give", value=2)], parallel=1)
     assert [end.kind for end in ends] == ["value", "python-error", "python-error"]
@@ -496,17 +495,17 @@ def test_a_cuda_fault_has_its_kind_and_leaves_the_next_arm_unharmed() -> None:
     assert ends[-1].value == 8.0
 
 
-@pytest.fixture(autouse=True)
-def none_kept() -> None:
-    """An audit in the same process keeps its supervisors."""
+@pytest.fixture
+def none_kept() -> Iterator[None]:
+    """As when nobody has asked for supervisors to be kept."""
     isolation.keep_supervisors(wanted=False)
+    yield
+    isolation.keep_supervisors()
 
 
 @pytest.fixture
-def kept(none_kept: None) -> Iterator[None]:
+def kept(none_kept: None) -> None:
     isolation.keep_supervisors()
-    yield
-    isolation.keep_supervisors(wanted=False)
 
 
 def supervisors(count: int = 1) -> set[tuple[int, int]]:
@@ -515,6 +514,7 @@ def supervisors(count: int = 1) -> set[tuple[int, int]]:
     return {(end.value["parent"], end.value["parent_since"]) for end in ended}
 
 
+@pytest.mark.usefixtures("none_kept")
 def test_without_asking_each_call_has_a_supervisor_of_its_own() -> None:
     assert supervisors() != supervisors()
 
@@ -549,6 +549,7 @@ def test_a_call_left_in_the_middle_keeps_nothing() -> None:
     assert not isolation._idle._kept
 
 
+@pytest.mark.usefixtures("none_kept")
 def test_keeping_none_ends_what_was_kept() -> None:
     isolation.keep_supervisors()
     ((supervisor, _),) = supervisors()
