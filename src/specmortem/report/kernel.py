@@ -8,8 +8,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import Popen
 from types import FrameType
@@ -23,6 +23,7 @@ from papermill.engines import Engine, papermill_engines
 from papermill.log import logger
 
 ENGINE = "specmortem"
+SAVE_S = 1.0  # between two times that a running notebook is written
 
 
 def execute(
@@ -33,7 +34,7 @@ def execute(
     timeout_s: float | None = None,
     on_section: Callable[[str], None] = lambda title: None,
 ) -> None:
-    """Run `notebook` with `cwd` as its working directory, writing `executed` after each cell.
+    """Run `notebook` with `cwd` as its working directory, writing `executed` every second or so and at the end.
 
     `on_section` is called with each heading of the second level when the run comes to it.
 
@@ -154,4 +155,20 @@ class _Engine(Engine):  # type: ignore[misc]
         client.km = kernel  # given to its constructor it would not be the client's to end
         client.start_new_kernel(env=env)
         interruption.end_kernel()
-        client.execute()
+        with _saved_sparingly(nb_man):
+            client.execute()
+
+
+@contextmanager
+def _saved_sparingly(nb_man: Any) -> Iterator[None]:
+    """Papermill writes the whole notebook at both ends of each cell; here it does so no oftener than SAVE_S."""
+
+    def save(**_: Any) -> None:
+        if (nb_man.now() - nb_man.last_save_time).total_seconds() >= SAVE_S:
+            type(nb_man).save(nb_man)
+
+    nb_man.save = save
+    try:
+        yield
+    finally:
+        del nb_man.save
