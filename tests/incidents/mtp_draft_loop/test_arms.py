@@ -223,7 +223,7 @@ def test_fixed_steps_are_equal_to_the_reference_bit_for_bit(arm):
 def test_one_bit_of_one_output_is_a_mismatch():
     case = loop.case("event", k=2, layout="benign")
     right = loop.golden(device.open("sim", schedule="immediate"), case, 1)
-    right[0].attention.view(np.int32)[1, 0, 0] ^= 1
+    right[0].attention.view(torch.int32)[1, 0, 0] ^= 1
     found = loop.run(device.open("sim"), case, right)
     assert (found["effect"], found["mismatched_steps"]) == ("wrong-result", 1)
 

@@ -3,13 +3,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from incidents.mtp_draft_loop.attention_reference import reference, reference_merge, reference_partial
 from mutate import mutant
 from triton.runtime.errors import InterpreterError
 
 from specmortem.detect import bounds
 from specmortem.errors import BadInputError
 from specmortem.incidents.mtp_draft_loop import kernels as split_attention
-from specmortem.incidents.mtp_draft_loop.kernels import Geometry, Planner, Workspaces, chunk_pages
+from specmortem.incidents.mtp_draft_loop.kernels import Geometry, Planner, chunk_pages
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 SMALL = Geometry(num_sms=5, num_qo_heads=4, num_kv_heads=2, head_dim=8, page_size=32)
@@ -87,13 +88,13 @@ def batch(lens, geometry=SMALL, seed=0):
 def workspaces(plan, block, floats=1 << 14):
     ints = torch.zeros(4096, dtype=torch.uint8)
     ints[: plan.nbytes] = torch.from_numpy(block[: plan.nbytes])
-    return Workspaces(ints, torch.zeros(floats))
+    return ints, torch.zeros(floats)
 
 
 def attend(plan, inputs, room, kernels=split_attention):
     out = torch.full_like(inputs[0], float("nan"))
-    kernels.partial(plan, *inputs, room, out, tokens=64)
-    kernels.merge(plan, room, out)
+    kernels.partial(plan, *inputs, *room, out, tokens=64)
+    kernels.merge(plan, *room, out)
     return out
 
 
@@ -107,12 +108,12 @@ def test_partial_and_merge_equal_the_references(lens, constant, seed):
     with bounds.watch() as watch:
         out = attend(plan, inputs, room)
     assert watch.reports == []
-    torch.testing.assert_close(out, split_attention.reference(*inputs, geometry.page_size))
+    torch.testing.assert_close(out, reference(*inputs, geometry.page_size))
     if plan.split:
-        values, sums = split_attention.reference_partial(plan, *inputs)
-        rows = room.floats[: values.numel()].view_as(values)
+        values, sums = reference_partial(plan, *inputs)
+        rows = room[1][: values.numel()].view_as(values)
         torch.testing.assert_close(rows, values)
-        merged = split_attention.reference_merge(values, sums, plan.arrays["merge_indptr"].tolist())
+        merged = reference_merge(values, sums, plan.arrays["merge_indptr"].tolist())
         torch.testing.assert_close(out, merged)
 
 
@@ -121,7 +122,7 @@ def test_a_chunk_behind_the_sequence_adds_nothing():
     inputs = batch([300, 290])
     inputs[3][0] = 40
     out = attend(plan, inputs, workspaces(plan, plan.image))
-    torch.testing.assert_close(out, split_attention.reference(*inputs, 32))
+    torch.testing.assert_close(out, reference(*inputs, 32))
 
 
 def walking():
@@ -137,14 +138,14 @@ def walking():
 
 def test_a_descending_merge_indptr_walks_out_of_the_workspace_and_is_ended():
     plan, inputs, room = walking()
-    indptr = plan.seen_in(room.ints.numpy())["merge_indptr"]
+    indptr = plan.seen_in(room[0].numpy())["merge_indptr"]
     assert (np.diff(indptr) < 0).any()
     with bounds.watch(limit=1, stop=True) as watch, pytest.raises(InterpreterError) as caught:
         attend(plan, inputs, room)
     assert isinstance(caught.value.__cause__, bounds.LimitReachedError)
     report = watch.reports[0]
     assert (report.kernel, report.op, report.tensor) == ("merge_kernel", "load", "values")
-    assert report.index == room.floats.numel()
+    assert report.index == room[1].numel()
 
 
 def test_without_unsigned_counts_the_same_plan_only_gives_wrong_numbers(tmp_path):
@@ -153,7 +154,7 @@ def test_without_unsigned_counts_the_same_plan_only_gives_wrong_numbers(tmp_path
     with bounds.watch() as watch:
         out = attend(plan, inputs, room, signed)
     assert watch.reports == []
-    assert not torch.allclose(out, split_attention.reference(*inputs, 16))
+    assert not torch.allclose(out, reference(*inputs, 16))
 
 
 def test_a_row_of_mask_bytes_stores_out_of_the_workspace():
@@ -213,12 +214,10 @@ def test_shapes_and_rooms_that_do_not_fit_are_refused():
     room = workspaces(plan, plan.image)
     out = torch.zeros_like(q)
     for bad in (
-        lambda: split_attention.partial(plan, q[:1], kv, table, lens, room, out),
-        lambda: split_attention.partial(plan, q, kv, table[:1], lens, room, out),
-        lambda: split_attention.partial(plan, q, kv[:, :1], table, lens, room, out),
-        lambda: split_attention.partial(
-            plan, q, kv, table, lens, Workspaces(room.ints, room.floats[:64]), out
-        ),
+        lambda: split_attention.partial(plan, q[:1], kv, table, lens, *room, out),
+        lambda: split_attention.partial(plan, q, kv, table[:1], lens, *room, out),
+        lambda: split_attention.partial(plan, q, kv[:, :1], table, lens, *room, out),
+        lambda: split_attention.partial(plan, q, kv, table, lens, room[0], room[1][:64], out),
     ):
         with pytest.raises(BadInputError):
             bad()

@@ -3,25 +3,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from incidents.mtp_draft_loop.attention_reference import reference
 
 from specmortem import device
 from specmortem.errors import BadInputError
-from specmortem.incidents.mtp_draft_loop import kernels as split_attention
 from specmortem.incidents.mtp_draft_loop.controls import ARMS, FIXED, arm_of
 from specmortem.incidents.mtp_draft_loop.kernels import Geometry
-from specmortem.incidents.mtp_draft_loop.proposer import MtpConfig, MtpProposer
+from specmortem.incidents.mtp_draft_loop.proposer import DraftCase, MtpProposer
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 GEOMETRY = Geometry(num_sms=5, num_qo_heads=1, num_kv_heads=1, head_dim=8)
-CONFIG = MtpConfig(2, 3, GEOMETRY, max_model_len=320, load_tokens=256)
 LENS = [206, 290]
+CASE = DraftCase(arm_of("before"), tuple(LENS), 3, GEOMETRY, max_model_len=320, load_tokens=256)
 
 
-def proposed(arm="before", config=CONFIG, schedule="immediate", lens=LENS, known=False):
+def proposed(arm="before", case=CASE, schedule="immediate", lens=LENS, known=False):
     dev = device.open("sim", schedule=schedule)
     chosen = arm_of(arm)
-    config = replace(config, geometry=replace(config.geometry, constant=chosen.constant))
-    proposer = MtpProposer(dev, config, chosen)
+    geometry = replace(case.geometry, constant=chosen.constant)
+    proposer = MtpProposer(dev, replace(case, arm=chosen, geometry=geometry, lens=tuple(lens)))
     tokens = dev.tensor([3, 5], torch.int64)
     lengths = dev.tensor(lens, torch.int32)
     proposer.propose(tokens, lengths, np.array(lens, dtype=np.int32) if known else None)
@@ -40,7 +40,7 @@ def test_every_pass_plans_for_one_more_token_and_moves_the_lengths_on_the_device
 def test_the_last_pass_attends_over_all_keys_with_the_drafted_ones_in_place():
     proposer, _ = proposed()
     b = proposer.buffers
-    expected = split_attention.reference(b.q, b.kv, b.block_table, b.seq_lens, 16)
+    expected = reference(b.q, b.kv, b.block_table, b.seq_lens, 16)
     torch.testing.assert_close(b.attention[2], expected.view(2, -1))
     assert b.draft_token_ids[2].tolist() == (b.attention[2] @ b.head).argmax(dim=1).tolist()
     assert b.input_ids.tolist() == b.draft_token_ids[1].tolist()
@@ -95,30 +95,30 @@ def test_arms_agree_when_nothing_races(arm):
 
 
 def test_graphs_give_the_same_drafts():
-    one, two = proposed()[0].buffers, proposed(config=replace(CONFIG, graphs=True))[0].buffers
+    one, two = proposed()[0].buffers, proposed(case=replace(CASE, graphs=True))[0].buffers
     assert torch.equal(one.draft_token_ids, two.draft_token_ids) and torch.equal(one.attention, two.attention)
 
 
 def test_at_the_models_length_a_request_falls_back_to_position_zero_and_the_null_block():
-    proposer, _ = proposed(config=replace(CONFIG, max_model_len=291))
+    proposer, _ = proposed(case=replace(CASE, max_model_len=291))
     b = proposer.buffers
     assert b.seq_lens.tolist() == [208, 1] and b.positions.tolist() == [207, 0]
-    proposer, _ = proposed(config=replace(CONFIG, max_model_len=290, num_speculative_tokens=2))
+    proposer, _ = proposed(case=replace(CASE, max_model_len=290, num_speculative_tokens=2))
     assert proposer.buffers.seq_lens.tolist() == [207, 1] and proposer.buffers.slot_mapping.tolist()[1] == 0
 
 
 def test_one_token_needs_no_plan_and_a_full_batch_runs():
-    assert proposed(config=replace(CONFIG, num_speculative_tokens=1))[0].plans == {}
+    assert proposed(case=replace(CASE, num_speculative_tokens=1))[0].plans == {}
     dev = device.open("sim", schedule="immediate")
-    proposer = MtpProposer(
-        dev, MtpConfig(64, 2, GEOMETRY, 32, load_tokens=256, float_workspace=1 << 17), arm_of("before")
+    lens = tuple(1 + n % 20 for n in range(64))
+    case = DraftCase(
+        arm_of("before"), lens, 2, GEOMETRY, max_model_len=32, load_tokens=256, float_workspace=1 << 17
     )
-    proposer.propose(
-        dev.tensor(list(range(64)), torch.int64), dev.tensor([1 + n % 20 for n in range(64)], torch.int32)
-    )
+    proposer = MtpProposer(dev, case)
+    proposer.propose(dev.tensor(list(range(64)), torch.int64), dev.tensor(lens, torch.int32))
     dev.synchronize()
     b = proposer.buffers
-    expected = split_attention.reference(b.q, b.kv, b.block_table, b.seq_lens, 16)
+    expected = reference(b.q, b.kv, b.block_table, b.seq_lens, 16)
     torch.testing.assert_close(b.attention[1], expected.view(64, -1))
 
 
@@ -131,10 +131,10 @@ def test_constant_plans_have_equal_offsets():
     "call",
     [
         lambda: arm_of("after"),
-        lambda: replace(CONFIG, batch=65),
-        lambda: replace(CONFIG, batch=0),
-        lambda: replace(CONFIG, num_speculative_tokens=7),
-        lambda: MtpProposer(device.open("sim"), CONFIG, ARMS["constant-plan"]),
+        lambda: replace(CASE, lens=(1,) * 65),
+        lambda: replace(CASE, lens=()),
+        lambda: replace(CASE, num_speculative_tokens=7),
+        lambda: replace(CASE, arm=ARMS["constant-plan"]),
     ],
 )
 def test_what_is_outside_the_study_is_refused(call):

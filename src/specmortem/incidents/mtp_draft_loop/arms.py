@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,34 +32,13 @@ from specmortem.errors import BadInputError
 from specmortem.incidents.mtp_draft_loop import fix
 from specmortem.incidents.mtp_draft_loop.controls import REFERENCE, arm_of
 from specmortem.incidents.mtp_draft_loop.kernels import Geometry, Plan
+from specmortem.incidents.mtp_draft_loop.launches import KnownLaunches
 from specmortem.incidents.mtp_draft_loop.layouts import SMALL, find_layout
-from specmortem.incidents.mtp_draft_loop.proposer import LoopArm, MtpConfig, MtpProposer
+from specmortem.incidents.mtp_draft_loop.proposer import TOKEN_SETS, DraftCase, LoopArm, MtpProposer
 
-TOKEN_SETS = 3
 DETECTOR_SCHEDULES = ("immediate", "lazy", "random")
 
 # The loop
-
-
-@dataclass(frozen=True)
-class DraftCase:
-    """One configuration of the loop and its batch."""
-
-    config: MtpConfig
-    arm: LoopArm
-    lens: tuple[int, ...]
-    seed: int = 0
-    metadata: bool = True
-
-    @property
-    def known_lengths(self) -> npt.NDArray[np.int32] | None:
-        """The host's lengths in a step without speculative metadata."""
-        return None if self.metadata else np.array(self.lens, dtype=np.int32)
-
-    def tokens(self) -> npt.NDArray[np.int64]:
-        """The target's last tokens, by step: int64 [TOKEN_SETS, B]."""
-        rng = np.random.default_rng(self.seed + 1)
-        return rng.integers(0, self.config.vocab, size=(TOKEN_SETS, len(self.lens)))
 
 
 @dataclass
@@ -98,68 +77,48 @@ def case(
     metadata: bool = True,
     **settings: Any,
 ) -> DraftCase:
-    """A case with lengths as given, else found: `layout` is a kind of `find_layout`, `settings` are of `MtpConfig`.
-
-    Raises BadInputError for an unknown arm or a batch that does not fit the lengths.
-    """
-    chosen, sim = arm_of(arm), device == "sim"
-    geometry = _device_geometry(device)
-    workspace = _workspace(geometry)
-    if lens is None:
-        lens = _found_lengths(geometry, workspace, k, batch or 4, layout, seed, metadata)
-    if batch not in (None, len(lens)):
-        raise BadInputError(f"{len(lens)} lengths for a batch of {batch}; give one a request")
-    config = MtpConfig(
-        batch=len(lens),
-        num_speculative_tokens=k,
-        geometry=replace(geometry, constant=chosen.constant),
-        max_model_len=max(lens) + 16,
-        float_workspace=workspace,
-        load_tokens=256 if sim else 32,
-        load_rows=64 if sim else 8,
-    )
-    return DraftCase(replace(config, **settings), chosen, tuple(int(n) for n in lens), seed, metadata)
-
-
-def _found_lengths(
-    geometry: Geometry, workspace: int, k: int, batch: int, layout: str, seed: int, metadata: bool
-) -> list[int]:
-    """Lengths of a layout.
+    """A case with lengths as given, else found: `layout` is a kind of `find_layout`, `settings` are of `DraftCase`.
 
     Without speculative metadata the first two plans race, and of up to 3 tokens there are no others, so there the
-    layout is searched for pass 1.
+    layout is searched for pass 1. On a GPU the float workspace is large enough to be an allocation of its own.
+    Raises BadInputError for an unknown arm or a batch that does not fit the lengths.
     """
-    low, high = (200, 500) if geometry == SMALL else (4000, 12000)
-    rows = workspace // (4 * geometry.num_qo_heads * geometry.head_dim)
-    first = 2 if metadata and k > 3 else 1
-    return find_layout(geometry, batch, low, high, kind=layout, first=first, rows=rows, seed=seed)
-
-
-def _device_geometry(device: str) -> Geometry:
+    chosen = arm_of(arm)
     if device == "sim":
-        return SMALL
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    return Geometry(num_sms=sms, num_qo_heads=8, num_kv_heads=4, head_dim=64)
+        geometry, workspace, low, high = SMALL, 1 << 16, 200, 500
+        settings = {"load_tokens": 256, "load_rows": 64, "launch": KnownLaunches()} | settings
+    else:
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        geometry = Geometry(num_sms=sms, num_qo_heads=8, num_kv_heads=4, head_dim=64)
+        workspace, low, high = 32 << 20, 4000, 12000
+    if lens is None:
+        rows = workspace // (4 * geometry.num_qo_heads * geometry.head_dim)
+        first = 2 if metadata and k > 3 else 1
+        lens = find_layout(geometry, batch or 4, low, high, kind=layout, first=first, rows=rows, seed=seed)
+    if batch not in (None, len(lens)):
+        raise BadInputError(f"{len(lens)} lengths for a batch of {batch}; give one a request")
+    settings = {"max_model_len": max(lens) + 16, "float_workspace": workspace} | settings
+    geometry = replace(geometry, constant=chosen.constant)
+    return DraftCase(
+        chosen, tuple(int(n) for n in lens), k, geometry, seed=seed, metadata=metadata, **settings
+    )
 
 
-def _workspace(geometry: Geometry) -> int:
-    """Bytes of float workspace; on a GPU enough to be an allocation of its own."""
-    least = 4 * geometry.num_qo_heads * geometry.cta_tile_q * (geometry.head_dim + 1)
-    return max(1 << 16, least * (geometry.max_chunks + 64)) if geometry == SMALL else 32 << 20
+class Golden(NamedTuple):
+    """The right ids of draft tokens, int64 [K, B], and attention outputs, float32 [K, B, H * D], of a set of tokens."""
+
+    draft_token_ids: Tensor
+    attention: Tensor
 
 
 class RepeatedDrafts:
-    """A proposer that drafts for the same batch again and again, and the right results of it."""
+    """A proposer that drafts for the same batch again and again, and the right results of it on the same device."""
 
     def __init__(self, dev: Device, case: DraftCase, golden: Sequence[Golden]) -> None:
-        self.dev, self.case = dev, case
-        self.proposer = MtpProposer(dev, case.config, case.arm, case.seed)
+        self.dev, self.case, self.golden = dev, case, golden
+        self.proposer = MtpProposer(dev, case)
         self.lengths = dev.tensor(case.lens, torch.int32, "lengths")
         self.tokens = [dev.tensor(tokens, torch.int64, "tokens") for tokens in case.tokens()]
-        self.golden = [
-            (dev.tensor(g.draft_token_ids, torch.int64), dev.tensor(g.attention, torch.float32))
-            for g in golden
-        ]
         self.mismatched = dev.zeros([1], torch.int64, "mismatched steps")
         self.account = Account()
         dev.synchronize()
@@ -175,9 +134,9 @@ class RepeatedDrafts:
             self._compare(*self.golden[which])
         self.dev.synchronize()
         self.account.steps += 1
-        self.account.forwards += c.config.num_speculative_tokens - 1
-        if c.config.observe:
-            self.observe(c.config.num_speculative_tokens)
+        self.account.forwards += c.num_speculative_tokens - 1
+        if c.observe:
+            self.observe(c.num_speculative_tokens)
 
     def steps(self, count: int, target_us: float = 0.0) -> dict[str, Any]:
         """The account of `count` steps or, on the simulator, of those up to the first access outside."""
@@ -190,7 +149,7 @@ class RepeatedDrafts:
         if not self.account.why:
             return self.finish()
         self.account.steps += 1
-        if self.case.config.observe:
+        if self.case.observe:
             done = [r for r in self.dev.trace if r.by == "queue" and r.name == "observe plan"]
             self.account.forwards += len(done)
             self.observe(1 + len(done))
@@ -253,24 +212,17 @@ def _held(plans: dict[int, Plan], reader: int, block: npt.NDArray[np.uint8]) -> 
     return "torn"
 
 
-@dataclass(frozen=True)
-class Golden:
-    """The right ids of draft tokens [K, B] and attention outputs [K, B, H * D] of one set of tokens."""
-
-    draft_token_ids: npt.NDArray[np.int64]
-    attention: npt.NDArray[np.float32]
-
-
 def golden(dev: Device, case: DraftCase, sets: int = TOKEN_SETS) -> list[Golden]:
     """Results of `fix.reference`."""
     arm = replace(REFERENCE, constant=case.arm.constant)
-    config = replace(case.config, observe=False, forward_us=0.0, host_us=0.0)
-    drafting = RepeatedDrafts(dev, replace(case, config=config, arm=arm, metadata=True), [])
+    right = replace(case, arm=arm, metadata=True, observe=False, forward_us=0.0, host_us=0.0)
     found = []
-    for _ in range(sets):
-        drafting.step()
-        b = drafting.proposer.buffers
-        found.append(Golden(_fetch(b.draft_token_ids), _fetch(b.attention)))
+    with watch(dev):
+        drafting = RepeatedDrafts(dev, right, [])
+        for _ in range(sets):
+            drafting.step()
+            b = drafting.proposer.buffers
+            found.append(Golden(b.draft_token_ids.clone(), b.attention.clone()))
     return found
 
 
@@ -312,10 +264,12 @@ def until_outside(work: Callable[[], object]) -> str:
     return ""
 
 
-def run(dev: Device, case: DraftCase, right: Sequence[Golden], steps: int = 1) -> dict[str, Any]:
+def run(
+    dev: Device, case: DraftCase, right: Sequence[Golden], steps: int = 1, target_us: float = 0.0
+) -> dict[str, Any]:
     """The account of steps of a case, as `RepeatedDrafts.steps` gives it."""
     with watch(dev):
-        return RepeatedDrafts(dev, case, right).steps(steps)
+        return RepeatedDrafts(dev, case, right).steps(steps, target_us)
 
 
 def steps(
@@ -337,10 +291,8 @@ def steps(
     dev = open_device(device, schedule, chosen.arm, chosen.seed)
     sets = min(steps, TOKEN_SETS)
     right = golden(dev, chosen, sets) if device == "cuda" else simulated_golden(chosen, sets)
-    with watch(dev):
-        found = RepeatedDrafts(dev, chosen, right).steps(steps, target_us)
-    batch = {"k": chosen.config.num_speculative_tokens, "batch": len(chosen.lens), "lens": list(chosen.lens)}
-    return found | {"arm": arm, **batch, "seed": chosen.seed}
+    batch = {"k": chosen.num_speculative_tokens, "batch": chosen.batch, "lens": list(chosen.lens)}
+    return run(dev, chosen, right, steps, target_us) | {"arm": arm, **batch, "seed": chosen.seed}
 
 
 def schedules(arm: str = "before", k: int = 5, **wanted: Any) -> dict[str, Any]:
@@ -361,7 +313,7 @@ def schedules(arm: str = "before", k: int = 5, **wanted: Any) -> dict[str, Any]:
         "arm": arm,
         "k": k,
         "metadata": chosen.metadata,
-        "graphs": chosen.config.graphs,
+        "graphs": chosen.graphs,
         "lens": list(chosen.lens),
         "faults": sum(each["effect"] == "illegal-address" for _, each in found),
         **_effects(found),
@@ -404,7 +356,7 @@ def two_steps(target_waits: bool, k: int = 2, seed: int = 0) -> dict[str, Any]:
 
 def _two_steps(dev: Device, chosen: DraftCase, target_waits: bool) -> dict[str, Any]:
     with watch(dev):
-        proposer = MtpProposer(dev, chosen.config, chosen.arm, chosen.seed)
+        proposer = MtpProposer(dev, chosen)
         tokens = dev.tensor(chosen.tokens()[0], torch.int64, "tokens")
         lengths = [np.array(chosen.lens, dtype=np.int32) + n for n in range(2)]
         on_device = [dev.tensor(known, torch.int32, "lengths") for known in lengths]
@@ -435,7 +387,7 @@ def overtaken(device: str = "sim", later: int = 1, k: int = 5, seed: int = 0) ->
     chosen = case("before", device, k, seed=seed)
     dev = open_device(device, "immediate", chosen.arm)
     with watch(dev):
-        proposer = MtpProposer(dev, chosen.config, chosen.arm, seed)
+        proposer = MtpProposer(dev, chosen)
         lengths = np.array(chosen.lens, dtype=np.int32)
         proposer.buffers.seq_lens.copy_(torch.from_numpy(lengths + 2))
         plans = [proposer.planner.plan(lengths + i) for i in range(3 + later)]

@@ -19,6 +19,7 @@ from specmortem.device import Device
 from specmortem.errors import BadInputError
 from specmortem.incidents.mtp_draft_loop import arms
 from specmortem.incidents.mtp_draft_loop.controls import FIXED, HIDING
+from specmortem.incidents.mtp_draft_loop.launches import KnownLaunches
 
 CONTROL_DRAFTS = 4
 KEPT = ("effect", "why", "effects", "schedules", "faults", "wrong_ids", "wrong_plans", "mismatched_steps")
@@ -27,10 +28,13 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Tested:
-    """How a hypothesis is decided: by `rows` of arms of its own, or by `arms` of the study for K drafts."""
+    """How a hypothesis is decided: by `rows` of arms of its own, or by `arms` of the study for K drafts.
+
+    The arms of one hypothesis repeat launches of each other, and share what they know.
+    """
 
     predicts: str
-    rows: Callable[[], list[Found]] | None = None
+    rows: Callable[[KnownLaunches], list[Found]] | None = None
     is_refuted: Callable[[Sequence[Found]], bool] | None = None
     arms: Callable[[int], tuple[str, ...]] = lambda _: ()
 
@@ -40,7 +44,7 @@ def hypothesis(name: str) -> dict[str, Any]:
     tested = HYPOTHESES.get(name)
     if tested is None or tested.rows is None or tested.is_refuted is None:
         raise BadInputError(f"hypothesis {name!r} is not one of {', '.join(own_arms())}")
-    rows = tested.rows()
+    rows = tested.rows(KnownLaunches())
     return {"hypothesis": name, "rows": rows, "verdict": "refuted" if tested.is_refuted(rows) else "open"}
 
 
@@ -57,12 +61,15 @@ def _effects_are(*effects: str) -> Callable[[Sequence[Found]], bool]:
     return lambda rows: [row["effect"] for row in rows] == list(effects)
 
 
-def same_stream() -> list[Found]:
+def same_stream(launch: KnownLaunches) -> list[Found]:
     """The two buffer writes race with the model that reads them: looked for under every schedule.
 
     A control does what the hypothesis says: it issues the writes in another stream.
     """
-    return [_row(arms.schedules(arm, k=k), arm) for arm, k in (("before", 4), ("side-stream-writes", 2))]
+    return [
+        _row(arms.schedules(arm, k=k, launch=launch), arm)
+        for arm, k in (("before", 4), ("side-stream-writes", 2))
+    ]
 
 
 def _ids_are_right(rows: Sequence[Found]) -> bool:
@@ -70,7 +77,7 @@ def _ids_are_right(rows: Sequence[Found]) -> bool:
     return not real["wrong_ids"] and bool(real["faults"] and control["wrong_ids"])
 
 
-def placeholders(steps: int = 3, k: int = 5) -> list[Found]:
+def placeholders(launch: KnownLaunches) -> list[Found]:
     """-1 in the scheduled draft tokens breaks the loop.
 
     Under asynchronous scheduling the scheduler knows no drafts and sends -1 for each; the runner fills in the
@@ -79,7 +86,7 @@ def placeholders(steps: int = 3, k: int = 5) -> list[Found]:
     """
     return [
         {"arm": f"{arm}, {'async' if asynchronous else 'sync'} scheduling"}
-        | _scheduled(arm, asynchronous, steps, k)
+        | _scheduled(arm, asynchronous, launch)
         for arm, asynchronous in (("event", True), ("before", True), ("before", False))
     ]
 
@@ -92,17 +99,17 @@ def _placeholders_are_harmless(rows: Sequence[Found]) -> bool:
     return bool(sent_in_every_step and harmless and needless)
 
 
-def _scheduled(arm: str, asynchronous: bool, steps: int, k: int) -> Found:
+def _scheduled(arm: str, asynchronous: bool, launch: KnownLaunches, steps: int = 3) -> Found:
     """Steps whose token ids are the last drafts, from the scheduler or filled in on the GPU."""
-    chosen = arms.case(arm, "sim", k, observe=True)
+    chosen = arms.case(arm, observe=True, launch=launch)
     dev = arms.open_device("sim", "lazy", chosen.arm)
     earlier = arms.simulated_golden(chosen)[0].draft_token_ids
     with_placeholders = negative = 0
     with arms.watch(dev):
         drafting = arms.RepeatedDrafts(dev, chosen, [])
         account, draft_token_ids = drafting.account, drafting.proposer.buffers.draft_token_ids
-        draft_token_ids.copy_(torch.from_numpy(earlier))
-        scheduled = dev.zeros([k, len(chosen.lens)], torch.int64, "scheduled")
+        draft_token_ids.copy_(earlier)
+        scheduled = dev.zeros(earlier.shape, torch.int64, "scheduled")
         while account.steps < steps and not account.why:
             sent = np.full(earlier.shape, -1) if asynchronous else draft_token_ids.cpu().numpy().copy()
             with_placeholders += bool((sent < 0).any())
@@ -131,27 +138,27 @@ def _resolve(scheduled: torch.Tensor, draft_token_ids: torch.Tensor, tokens: tor
     tokens.copy_(scheduled[-1])
 
 
-def stale_metadata() -> list[Found]:
+def stale_metadata(launch: KnownLaunches) -> list[Found]:
     """The plan of the first pass is used for all: wrong attention, but nothing outside."""
-    return [_row(arms.steps(arm), arm) for arm in ("plan-once", "event", "before")]
+    return [_row(arms.steps(arm, launch=launch), arm) for arm in ("plan-once", "event", "before")]
 
 
-def kv_boundary() -> list[Found]:
+def kv_boundary(launch: KnownLaunches) -> list[Found]:
     """A request that crosses into a new page faults: without and with a change of the plan."""
     return [
-        _row(arms.steps("before", layout="page"), "before, page added, plan unchanged"),
-        _row(arms.steps("event"), "event, page added, plan changed"),
-        _row(arms.steps("before"), "before, page added, plan changed"),
+        _row(arms.steps("before", layout="page", launch=launch), "before, page added, plan unchanged"),
+        _row(arms.steps("event", launch=launch), "event, page added, plan changed"),
+        _row(arms.steps("before", launch=launch), "before, page added, plan changed"),
     ]
 
 
-def clamping() -> list[Found]:
+def clamping(launch: KnownLaunches) -> list[Found]:
     """A request reaches max_model_len while it drafts: its length is 1, the plan is for more."""
     rows = []
     for arm in ("before", "event"):
-        chosen = arms.case(arm, "sim", 5, layout="benign", observe=True)
+        chosen = arms.case(arm, layout="benign", observe=True, launch=launch)
         limit = max(chosen.lens) + 1
-        chosen = replace(chosen, config=replace(chosen.config, max_model_len=limit))
+        chosen = replace(chosen, max_model_len=limit)
         found = arms.run(devices.open("sim"), chosen, arms.simulated_golden(chosen))
         rows.append(_row(found, f"{arm}, clamped at {limit}") | {"clamped": found["clamped"]})
     return rows

@@ -29,7 +29,7 @@ Where a plan waits for its copy is the incident: `fix`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -102,21 +102,22 @@ class Geometry:
         return max(MIN_CHUNK_TOKENS // self.page_size, 1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Plan:
     """One plan: arrays, and where each begins in the block (bytes). The offsets are launch arguments.
 
-    `arrays` are int32, the mask uint8; `num_chunks` are live, `num_padded` are launched.
+    `arrays` are int32, the mask uint8; `num_chunks` are live, `num_padded` are launched. Geometry and page counts
+    determine all else.
     """
 
     geometry: Geometry
     page_counts: tuple[int, ...]
-    split: bool
-    num_chunks: int
-    num_padded: int
-    offsets: dict[str, int]
-    arrays: dict[str, Array]
-    nbytes: int
+    split: bool = field(compare=False)
+    num_chunks: int = field(compare=False)
+    num_padded: int = field(compare=False)
+    offsets: dict[str, int] = field(compare=False)
+    arrays: dict[str, Array] = field(compare=False)
+    nbytes: int = field(compare=False)
 
     @property
     def num_reqs(self) -> int:
@@ -170,6 +171,10 @@ class Plan:
             name: block[start : start + self.arrays[name].nbytes].view(self.arrays[name].dtype)
             for name, start in self.offsets.items()
         }
+
+    def is_in(self, block: npt.NDArray[np.uint8]) -> bool:
+        """Whether a block holds this plan; what is between the arrays does not count."""
+        return all(np.array_equal(part, self.arrays[name]) for name, part in self.seen_in(block).items())
 
 
 class Planner:
@@ -250,51 +255,6 @@ def _layout(geometry: Geometry, split: bool, batch: int, padded: int) -> tuple[d
         offsets[name] = -(-end // alignment) * alignment
         end = offsets[name] + size
     return offsets, end
-
-
-def reference(q: Tensor, kv: Tensor, block_table: Tensor, seq_lens: Tensor, page_size: int) -> Tensor:
-    """Softmax attention of one query token a request, float32 [B, H, D]; zeros for an empty sequence.
-
-    q [B, H, D]; kv [slots, 2, KVH, D] holds keys and values; block_table int32 [B, columns]; seq_lens int32
-    [B].
-    """
-    out = torch.zeros_like(q)
-    for r, length in enumerate(seq_lens.tolist()):
-        if length:
-            positions = torch.arange(length, device=kv.device)
-            out[r] = _attended(q[r], kv, block_table[r], positions, page_size)[0]
-    return out
-
-
-def reference_partial(
-    plan: Plan, q: Tensor, kv: Tensor, block_table: Tensor, seq_lens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Partial values [P, H, D] and base-2 log-sum-exps [P, H] of every chunk, in plain torch."""
-    chunk, size = plan.chunk_tokens, plan.geometry.page_size
-    values, sums = q.new_zeros(plan.num_chunks, *q.shape[1:]), q.new_zeros(plan.num_chunks, q.shape[1])
-    pairs = zip(plan.arrays["request_indices"].tolist(), plan.arrays["kv_tile_indices"].tolist(), strict=True)
-    for p, (r, tile) in enumerate(pairs):
-        positions = torch.arange(tile * chunk, min((tile + 1) * chunk, int(seq_lens[r])))
-        values[p], sums[p] = _attended(q[r], kv, block_table[r], positions, size)
-    return values, sums
-
-
-def _attended(q: Tensor, kv: Tensor, row: Tensor, positions: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Attention [H, D] of one query [H, D] over the keys at `positions`, and the base-2 log-sum-exps [H]."""
-    slots = kv[row[positions // page_size].long() * page_size + positions % page_size]
-    keys, values = (slots[:, i].repeat_interleave(q.shape[0] // kv.shape[2], dim=1) for i in (0, 1))
-    scores = torch.einsum("hd,thd->ht", q, keys) / q.shape[1] ** 0.5
-    out = torch.einsum("ht,thd->hd", torch.softmax(scores, dim=1), values)
-    return out, torch.logsumexp(scores, dim=1) * LOG2_E
-
-
-def reference_merge(values: Tensor, sums: Tensor, merge_indptr: Sequence[int]) -> Tensor:
-    """Merged rows [B, H, D] of partial values [P, H, D] with base-2 log-sum-exps [P, H]."""
-    out = values.new_zeros(len(merge_indptr) - 1, *values.shape[1:])
-    for r, (low, high) in enumerate(zip(merge_indptr[:-1], merge_indptr[1:], strict=True)):
-        weights = torch.softmax(sums[low:high] / LOG2_E, dim=0)
-        out[r] = (weights[..., None] * values[low:high]).sum(dim=0)
-    return out
 
 
 @triton.jit(do_not_specialize=OFFSETS[:-1])
@@ -427,45 +387,31 @@ def page_indices_kernel(
         tl.store(page_indices + begin + column, block, mask=ok)
 
 
-@dataclass(frozen=True)
-class Workspaces:
-    """The GPU memory of a wrapper: the block that plans are copied to, and room for partial results."""
-
-    ints: Tensor  # uint8 [capacity]
-    floats: Tensor  # float32 [elements]
-
-    def check(self, plan: Plan) -> None:
-        """Raise BadInputError when a plan needs more."""
-        if plan.nbytes > self.ints.numel() or plan.float_bytes > 4 * self.floats.numel():
-            raise BadInputError(
-                f"a plan of {plan.nbytes} bytes with {plan.float_bytes} bytes of partial results does not "
-                f"fit into workspaces of {self.ints.numel()} and {4 * self.floats.numel()} bytes; give more"
-            )
-
-
 def partial(
     plan: Plan,
     q: Tensor,
     kv: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    workspaces: Workspaces,
+    ints: Tensor,
+    floats: Tensor,
     out: Tensor,
     tokens: int = 32,
 ) -> None:
     """Partial results of all chunks into the float workspace; without a split the output itself.
 
-    Shapes as in `reference`, all float32 and contiguous but the rows of block_table; `tokens` of a chunk are
-    loaded at a time. What is computed is what the int workspace says, whatever plan it holds.
+    q and out [B, H, D]; kv [slots, 2, KVH, D] holds keys and values; block_table int32 [B, columns]; seq_lens int32
+    [B]; all others float32, and contiguous but for the rows of block_table. `ints` uint8 [capacity] is the block that
+    plans are copied to, `floats` float32 [elements] has room for partial results. `tokens` of a chunk are loaded at a
+    time. What is computed is what `ints` says, whatever plan it holds.
     """
     g, at = plan.geometry, plan.offsets
-    workspaces.check(plan)
-    _check(plan, block_table, q=q, kv=kv, seq_lens=seq_lens, out=out)
-    values = workspaces.floats if plan.split else out
+    _check(plan, block_table, ints, floats, q=q, kv=kv, seq_lens=seq_lens, out=out)
+    values = floats if plan.split else out
     indices = (at[name] // 4 for name in PARTIAL_READS)
     partial_kernel[(plan.num_padded, g.num_kv_heads)](
-        *(q, kv, block_table, seq_lens, workspaces.ints.view(torch.int32), workspaces.ints, values),
-        workspaces.floats[plan.s_offset // 4 :] if plan.split else workspaces.floats,
+        *(q, kv, block_table, seq_lens, ints.view(torch.int32), ints, values),
+        floats[plan.s_offset // 4 :] if plan.split else floats,
         block_table.stride(0),
         *indices,
         at.get("block_valid_mask", 0),
@@ -482,13 +428,13 @@ def partial(
     )
 
 
-def merge(plan: Plan, workspaces: Workspaces, out: Tensor, rows: int = 8) -> None:
-    """Merge partial results into `out` [B, H, D] by the int workspace, `rows` at a time; nothing without a split."""
+def merge(plan: Plan, ints: Tensor, floats: Tensor, out: Tensor, rows: int = 8) -> None:
+    """Merge partial results into `out` [B, H, D] as `ints` says, `rows` at a time; nothing without a split."""
     if not plan.split:
         return
     g = plan.geometry
     merge_kernel[(plan.num_reqs, g.num_qo_heads)](
-        *(workspaces.floats, workspaces.floats[plan.s_offset // 4 :], workspaces.ints.view(torch.int32), out),
+        *(floats, floats[plan.s_offset // 4 :], ints.view(torch.int32), out),
         plan.offsets["merge_indptr"] // 4,
         H=g.num_qo_heads,
         D=g.head_dim,
@@ -508,8 +454,13 @@ def gather_pages(block_table: Tensor, row_pointers: Tensor, page_indices: Tensor
     )
 
 
-def _check(plan: Plan, block_table: Tensor, **named: Tensor) -> None:
+def _check(plan: Plan, block_table: Tensor, ints: Tensor, floats: Tensor, **named: Tensor) -> None:
     g, b = plan.geometry, plan.num_reqs
+    if plan.nbytes > ints.numel() or plan.float_bytes > 4 * floats.numel():
+        raise BadInputError(
+            f"a plan of {plan.nbytes} bytes with {plan.float_bytes} bytes of partial results does not "
+            f"fit into workspaces of {ints.numel()} and {4 * floats.numel()} bytes; give more"
+        )
     if g.head_dim & (g.head_dim - 1):
         raise BadInputError(f"head size {g.head_dim} is no power of two; the kernels need one")
     queries = (b, g.num_qo_heads, g.head_dim)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,12 @@ from specmortem.device import Device, Graph, HostBuffer, Stream
 from specmortem.device.interface import DEFAULT_DURATION_US
 from specmortem.errors import BadInputError
 from specmortem.incidents.mtp_draft_loop import kernels
-from specmortem.incidents.mtp_draft_loop.kernels import Array, Geometry, Plan, Planner, Workspaces
+from specmortem.incidents.mtp_draft_loop.kernels import Array, Geometry, Plan, Planner
+from specmortem.incidents.mtp_draft_loop.launches import plainly
 
 MAX_BATCH = 64
 MAX_TOKENS = 6
+TOKEN_SETS = 3
 NULL_BLOCK = 0
 RANDOM_NUMBERS = 1_000_003  # a prime, so that repeats fall on other heads and slots
 
@@ -99,19 +101,24 @@ class LoopArm:
 
 
 @dataclass(frozen=True)
-class MtpConfig:
-    """Sizes, and durations of a pass: `forward_us` of busy wait on the GPU, `host_us` of the host's own time.
+class DraftCase:
+    """One configuration of the loop and its batch: sequence lengths `lens`, and `num_speculative_tokens` a request.
 
-    `pages_us` is what gathering page ids takes on the simulator's clock. Without `attend` no Triton kernel runs: no
-    attention, and an empty launch where page ids are gathered.
+    Durations of a pass are `forward_us` of busy wait on the GPU and `host_us` of the host's own time; `pages_us` is
+    what gathering page ids takes on the simulator's clock. Without `attend` no Triton kernel runs: no attention, and
+    an empty launch where page ids are gathered. `metadata` says whether a step has speculative metadata. `launch`
+    calls the functions that launch Triton kernels.
 
-    Raises BadInputError outside 1 to 64 requests and 1 to 6 tokens.
+    Raises BadInputError outside 1 to 64 requests and 1 to 6 tokens, or for a geometry of another `constant`.
     """
 
-    batch: int
+    arm: LoopArm
+    lens: tuple[int, ...]
     num_speculative_tokens: int
     geometry: Geometry
     max_model_len: int
+    seed: int = 0
+    metadata: bool = True
     forward_us: float = 0.0
     host_us: float = 0.0
     pages_us: float = DEFAULT_DURATION_US
@@ -123,82 +130,91 @@ class MtpConfig:
     attend: bool = True
     graphs: bool = False
     observe: bool = False
+    launch: Callable[..., None] = plainly
 
     def __post_init__(self) -> None:
-        """Refuse sizes outside the study."""
+        """Refuse what is outside the study."""
         if not 1 <= self.batch <= MAX_BATCH:
             raise BadInputError(f"batch {self.batch}: give 1 to {MAX_BATCH} requests")
         if not 1 <= self.num_speculative_tokens <= MAX_TOKENS:
             raise BadInputError(f"{self.num_speculative_tokens} speculative tokens: give 1 to {MAX_TOKENS}")
+        if self.geometry.constant != self.arm.constant:
+            raise BadInputError(
+                f"arm {self.arm.name!r} needs a geometry with constant={self.arm.constant}; replace() it"
+            )
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        return len(self.lens)
 
     @property
     def num_columns(self) -> int:
         """Columns of a block table row."""
         return -(-self.max_model_len // self.geometry.page_size)
 
+    @property
+    def known_lengths(self) -> npt.NDArray[np.int32] | None:
+        """The host's lengths in a step without speculative metadata."""
+        return None if self.metadata else np.array(self.lens, dtype=np.int32)
+
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """The target's last tokens, by step: int64 [TOKEN_SETS, B]."""
+        rng = np.random.default_rng(self.seed + 1)
+        return rng.integers(0, self.vocab, size=(TOKEN_SETS, self.batch))
+
 
 class Buffers:
     """All device memory of a proposer. B requests, K tokens, H query heads, D head size."""
 
-    def __init__(self, device: Device, config: MtpConfig, seed: int) -> None:
-        b, k, g = config.batch, config.num_speculative_tokens, config.geometry
+    def __init__(self, device: Device, case: DraftCase) -> None:
+        b, k, g = case.batch, case.num_speculative_tokens, case.geometry
         width = g.num_qo_heads * g.head_dim
-        rng = np.random.default_rng(seed)
-        num_slots = (1 + b * config.num_columns) * g.page_size
+        rng = np.random.default_rng(case.seed)
+        num_slots = (1 + b * case.num_columns) * g.page_size
 
         def random(*shape: int) -> Tensor:
             numbers = rng.standard_normal(min(math.prod(shape), RANDOM_NUMBERS), dtype=np.float32)
             return device.tensor(np.resize(numbers, shape))
 
-        def empty(shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
-            return device.zeros(shape, dtype, name)
-
-        f32, i32, i64 = torch.float32, torch.int32, torch.int64
-        self.embedding = random(config.vocab, width)
-        self.head = random(width, config.vocab)
+        f32, i32, i64, u8 = torch.float32, torch.int32, torch.int64, torch.uint8
+        self.embedding = random(case.vocab, width)
+        self.head = random(width, case.vocab)
         self.kv = random(num_slots, 2, g.num_kv_heads, g.head_dim)
-        blocks = np.arange(1, 1 + b * config.num_columns, dtype=np.int32)
+        blocks = np.arange(1, 1 + b * case.num_columns, dtype=np.int32)
         self.block_table = device.tensor(rng.permutation(blocks).reshape(b, -1), name="block_table")
-        self.row_pointers = empty([b + 1], i32, "row_pointers")
-        self.page_indices = empty([b * (config.num_columns + 1)], i32, "page_indices")
-        self.last_pages = empty([b], i32, "last_pages")
-        self.positions = empty([b], i64, "positions")
-        self.seq_lens = empty([b], i32, "seq_lens")
-        self.slot_mapping = empty([b], i64, "slot mapping")
-        self.input_ids = empty([b], i64, "input_ids")
-        self.hidden_states = empty([b, width], f32, "hidden_states")
-        self.q = empty([b, g.num_qo_heads, g.head_dim], f32, "q")
-        self.out = empty([b, g.num_qo_heads, g.head_dim], f32, "out")
-        self.next_ids = empty([b], i64, "next_ids")
-        self.next_hidden = empty([b, width], f32, "next_hidden")
-        self.workspaces = Workspaces(
-            device.zeros([config.plan_capacity], torch.uint8, "int workspace"),
-            device.zeros([config.float_workspace // 4], f32, "float workspace"),
-        )
-        self.draft_token_ids = empty([k, b], i64, "draft token ids")
-        self.attention = empty([k, b, width], f32, "attention")
-        self.seen_ids = empty([k, b], i64, "seen ids")
-        observed = config.plan_capacity if config.observe else 0
-        self.seen_plans = empty([k, observed], torch.uint8, "seen plans")
+        self.row_pointers = device.zeros([b + 1], i32, "row_pointers")
+        self.page_indices = device.zeros([b * (case.num_columns + 1)], i32, "page_indices")
+        self.last_pages = device.zeros([b], i32, "last_pages")
+        self.positions = device.zeros([b], i64, "positions")
+        self.seq_lens = device.zeros([b], i32, "seq_lens")
+        self.slot_mapping = device.zeros([b], i64, "slot mapping")
+        self.input_ids = device.zeros([b], i64, "input_ids")
+        self.hidden_states = device.zeros([b, width], f32, "hidden_states")
+        self.q = device.zeros([b, g.num_qo_heads, g.head_dim], f32, "q")
+        self.out = device.zeros([b, g.num_qo_heads, g.head_dim], f32, "out")
+        self.next_ids = device.zeros([b], i64, "next_ids")
+        self.next_hidden = device.zeros([b, width], f32, "next_hidden")
+        self.ints = device.zeros([case.plan_capacity], u8, "int workspace")
+        self.floats = device.zeros([case.float_workspace // 4], f32, "float workspace")
+        self.draft_token_ids = device.zeros([k, b], i64, "draft token ids")
+        self.attention = device.zeros([k, b, width], f32, "attention")
+        self.seen_ids = device.zeros([k, b], i64, "seen ids")
+        self.seen_plans = device.zeros([k, case.plan_capacity if case.observe else 0], u8, "seen plans")
 
 
 class MtpProposer(DraftLoop):
     """Drafts K tokens a request, in one arm."""
 
-    def __init__(self, device: Device, config: MtpConfig, arm: LoopArm, seed: int = 0) -> None:
-        if config.geometry.constant != arm.constant:
-            raise BadInputError(
-                f"arm {arm.name!r} needs a geometry with constant={arm.constant}; replace() it"
-            )
-        self.config, self.arm = config, arm
-        self.buffers = Buffers(device, config, seed)
-        super().__init__(device, self.buffers.workspaces.ints)
-        self.planner = Planner(config.geometry)
-        self.host_lengths = device.host_buffer([config.batch], torch.int32, pinned=False, name="seq_lens")
-        self.page_staging = [self._page_staging() for _ in range(config.num_speculative_tokens - 1)]
+    def __init__(self, device: Device, case: DraftCase) -> None:
+        self.case, self.buffers = case, Buffers(device, case)
+        super().__init__(device, self.buffers.ints)
+        self.planner = Planner(case.geometry)
+        self.host_lengths = device.host_buffer([case.batch], torch.int32, pinned=False, name="seq_lens")
+        self.page_staging = [self._page_staging() for _ in range(case.num_speculative_tokens - 1)]
         self._lengths: Array | None = None
         self._graphs: dict[str, Graph] = {}
-        if config.graphs:
+        if case.graphs:
             self._capture()
 
     def propose(
@@ -213,13 +229,13 @@ class MtpProposer(DraftLoop):
         request and its sequence length with it. `known_lengths` is the host's copy in a step without
         speculative metadata, else None.
         """
-        b, c = self.buffers, self.config
+        b, c = self.buffers, self.case
         moved = (b.positions, b.seq_lens, b.slot_mapping)
         self._lengths = None if known_lengths is None else known_lengths.astype(np.int32)
         self._first_pass(token_ids, lengths)
         for i in range(1, c.num_speculative_tokens):
             self._launch("advance", _advance, (b.block_table,), moved, c.max_model_len, c.geometry.page_size)
-            self.arm.draft_pass(self, i)
+            c.arm.draft_pass(self, i)
             if c.host_us:
                 self.device.host_time(c.host_us)
 
@@ -254,25 +270,27 @@ class MtpProposer(DraftLoop):
 
     def _page_staging(self) -> tuple[HostBuffer, HostBuffer]:
         """Page-locked memory of one pass: row pointers, and lengths of last pages."""
-        b = self.config.batch
+        b = self.case.batch
         pointers = self.device.host_buffer([b + 1], torch.int32, name="row pointers")
         return pointers, self.device.host_buffer([b], torch.int32, name="last pages")
 
     def _send_pages(self, i: int, lengths: npt.NDArray[np.int32]) -> None:
         """What stands in the stream between the lengths and the plan of a build."""
-        b, size = self.buffers, self.config.geometry.page_size
+        b, c = self.buffers, self.case
+        size = c.geometry.page_size
         pages = -(-lengths // size)
         pointers, last = self.page_staging[i - 1]
         pointers[1:] = np.cumsum(pages)
         self.device.copy_async(b.row_pointers, pointers, self.stream, name="row pointers copy")
         self.device.launch(
-            kernels.gather_pages if self.config.attend else _gather_nothing,
+            c.launch,
+            kernels.gather_pages if c.attend else _gather_nothing,
             *(b.block_table, b.row_pointers, b.page_indices),
             stream=self.stream,
             reads=(b.block_table, b.row_pointers),
             writes=(b.page_indices,),
             name="gather pages",
-            duration_us=self.config.pages_us,
+            duration_us=c.pages_us,
         )
         last[:] = lengths - size * np.maximum(pages - 1, 0)
         self.device.copy_async(b.last_pages, last, self.stream, name="last pages copy")
@@ -285,11 +303,11 @@ class MtpProposer(DraftLoop):
 
     def forward(self, i: int) -> None:
         """The model, attention by the plan of pass `i`, and the next token of each request."""
-        b, c = self.buffers, self.config
+        b, c = self.buffers, self.case
         self._run("model", self._model)
         self.device.spin(c.forward_us, self.stream)
         if c.observe:
-            self._launch("observe plan", _keep, (b.workspaces.ints,), (b.seen_plans[i],))
+            self._launch("observe plan", _keep, (b.ints,), (b.seen_plans[i],))
             self._launch("observe input_ids", _keep, (b.input_ids,), (b.seen_ids[i],))
         if c.attend:
             self.attend(self.plans[i])
@@ -299,22 +317,24 @@ class MtpProposer(DraftLoop):
 
     def attend(self, plan: Plan) -> None:
         """Enqueue attention with the launch arguments of a plan; what it computes is what the int workspace says."""
-        b, c, w = self.buffers, self.config, self.buffers.workspaces
+        b, c = self.buffers, self.case
         inputs = (b.q, b.kv, b.block_table, b.seq_lens)
         self.device.launch(
+            c.launch,
             kernels.partial,
-            *(plan, *inputs, w, b.out, c.load_tokens),
+            *(plan, *inputs, b.ints, b.floats, b.out, c.load_tokens),
             stream=self.stream,
-            reads=(*inputs, w.ints),
-            writes=(w.floats, b.out),
+            reads=(*inputs, b.ints),
+            writes=(b.floats, b.out),
             name="partial attention",
         )
         if plan.split:
             self.device.launch(
+                c.launch,
                 kernels.merge,
-                *(plan, w, b.out, c.load_rows),
+                *(plan, b.ints, b.floats, b.out, c.load_rows),
                 stream=self.stream,
-                reads=(w.ints, w.floats),
+                reads=(b.ints, b.floats),
                 writes=(b.out,),
                 name="merge",
             )
