@@ -7,13 +7,12 @@ from specmortem import device
 from specmortem.detect import staging
 from specmortem.errors import BadInputError
 from specmortem.incidents.async_accepted_counts import fix
-from specmortem.incidents.async_accepted_counts.engine.accepted_counts import AcceptedCounts
+from specmortem.incidents.async_accepted_counts.engine.accepted_counts import AcceptedCounts, Timing
 from specmortem.incidents.async_accepted_counts.engine.count_loop import (
     Change,
     CountLoop,
     JudgedRows,
     LoopSize,
-    Timing,
     random_change,
 )
 from specmortem.incidents.async_accepted_counts.engine.policies import ALIGN_SHAPES, MODES, POLICIES, policy

@@ -24,8 +24,8 @@ from specmortem.incidents.async_accepted_counts.engine.transition import (
     EXAMPLE,
     StepRow,
     Transition,
+    landings,
     own_step,
-    tally,
 )
 from specmortem.incidents.async_accepted_counts.probe import PROBES, transitions
 from specmortem.incidents.async_accepted_counts.released import RunnerCode, counts_of
@@ -107,8 +107,8 @@ def test_evidence_names_the_request_its_right_count_and_the_landing():
     ],
 )
 def test_of_the_four_shapes_for_align_two_are_right(arm, phases):
-    found = tally(own_step(arm, "align"), transitions())
-    assert {wrong.used.copy.phase for wrong in found.wrong} == phases
+    found = landings(own_step(arm, "align"), transitions())
+    assert {one.copy.phase for one in found if one.victims} == phases
 
 
 def test_evidence_of_the_metadata_gives_the_rows_of_each_tensor():

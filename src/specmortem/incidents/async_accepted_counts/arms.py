@@ -10,9 +10,8 @@ import math
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from specmortem.detect import staging
 from specmortem.device import Device, HostBuffer, Observer, Op, Region, Stream
 from specmortem.errors import BadInputError
 from specmortem.incidents.async_accepted_counts.engine import word_model
-from specmortem.incidents.async_accepted_counts.engine.accepted_counts import COPY
+from specmortem.incidents.async_accepted_counts.engine.accepted_counts import COPY, Timing
 from specmortem.incidents.async_accepted_counts.engine.async_runner import (
     AsyncRunner,
     AsyncScheduler,
@@ -33,13 +32,12 @@ from specmortem.incidents.async_accepted_counts.engine.async_runner import (
     WordRequest,
     serve,
 )
-from specmortem.incidents.async_accepted_counts.engine.copy_completion import CopyCompletion, Phase
+from specmortem.incidents.async_accepted_counts.engine.copy_completion import Phase
 from specmortem.incidents.async_accepted_counts.engine.count_loop import (
     Accepted,
     Change,
     CountLoop,
     LoopSize,
-    Timing,
     random_change,
 )
 from specmortem.incidents.async_accepted_counts.engine.graph_metadata import (
@@ -51,11 +49,12 @@ from specmortem.incidents.async_accepted_counts.engine.graph_metadata import (
 from specmortem.incidents.async_accepted_counts.engine.policies import Mode, policy
 from specmortem.incidents.async_accepted_counts.engine.transition import (
     EXAMPLE,
+    Landing,
     StepRow,
     Transition,
-    outcomes,
+    by_phase,
+    landings,
     own_step,
-    tally,
 )
 from specmortem.incidents.async_accepted_counts.engine.word_model import WINDOW
 from specmortem.kernels import Backend
@@ -65,7 +64,6 @@ from specmortem.upstream.vllm_files import CONV, GATING
 ARRAY = "num_accepted_tokens_cpu"
 DRAFTS = 3
 PHASES: tuple[Phase, ...] = ("before", "inside", "after")
-NO_FLIGHT: Phase = "not-in-flight"
 STEADY = Transition((StepRow("A", "decode", 4, finished=True), StepRow("B", "decode", 2)), ("Q",))
 MOVES = ("neither", "swapped", "condensed", "both")
 
@@ -94,27 +92,29 @@ def copy_completions(arm: str, mode: Mode = "none", transitions: int = 120, seed
     accepted.
     """
     rng, step = random.Random(seed), own_step(arm, mode)
-    each = [tally(step, [random_transition(rng)]) for _ in range(transitions)]
-    wrong = [one for found in each for one in found.wrong]
-    total, bad = (
-        sum((counter for counter in counters), Counter[Phase]())
-        for counters in ([found.total for found in each], [found.wrong_by_phase for found in each])
-    )
-    phases = (*PHASES, NO_FLIGHT) if total[NO_FLIGHT] else PHASES
+    each = [landings(step, [random_transition(rng)]) for _ in range(transitions)]
+    found = list(chain.from_iterable(each))
+    wrong = [landing for landing in found if landing.victims]
+    phases = dict.fromkeys(PHASES, [0, 0]) | by_phase(found)
     return {
         "arm": arm,
         "mode": mode,
         "seed": seed,
         "transitions": transitions,
-        "interleavings": total.total(),
+        "interleavings": len(found),
         "faults": len(wrong),
-        "wrong_transitions": sum(bool(found.wrong) for found in each),
-        "landings": {phase: {"wrong": bad[phase], "total": total[phase]} for phase in phases},
-        "wrong_rows": sum(len(one.victims) for one in wrong),
-        "wrong_first_drafts": sum(role == "first-draft" for one in wrong for role in one.roles()),
-        "counts_of_who_left": sum(one.counts_of_who_left for one in wrong),
-        "landed_before_the_read": sum(found.before_the_read for found in each),
+        "wrong_transitions": sum(any(landing.victims for landing in some) for some in each),
+        "landings": {phase: {"wrong": bad, "total": total} for phase, (bad, total) in phases.items()},
+        "wrong_rows": sum(len(landing.victims) for landing in wrong),
+        "wrong_first_drafts": sum(landing.roles.count("first-draft") for landing in wrong),
+        "counts_of_who_left": sum(map(_counts_of_who_left, wrong)),
+        "landed_before_the_read": sum(landing.copy.precedes_the_read for landing in found),
     }
+
+
+def _counts_of_who_left(landing: Landing) -> int:
+    left = {row.accepted for row in landing.transition.rows if row.finished}
+    return sum(count in left for count in landing.victims.values())
 
 
 def by_move(arm: str = "before", transitions: int = 120, seed: int = 0) -> dict[str, Any]:
@@ -126,17 +126,17 @@ def by_move(arm: str = "before", transitions: int = 120, seed: int = 0) -> dict[
     found = {kind: {"wrong": 0, "total": 0} for kind in MOVES}
     for _ in range(transitions):
         transition = random_transition(rng)
-        completions, kind = tally(step, [transition]), found[_moves(arm, transition)]
-        kind["total"] += completions.total.total()
-        kind["wrong"] += len(completions.wrong)
+        kind = found[_moves(arm, transition)]
+        for landing in landings(step, [transition]):
+            kind["total"] += 1
+            kind["wrong"] += bool(landing.victims)
     return {"arm": arm, "transitions": transitions, "seed": seed, "moves": found}
 
 
 def _moves(arm: str, transition: Transition) -> str:
     """How the host moves rows, whatever the copy does."""
     loop = CountLoop(devices.open("sim", schedule="immediate"), policy(arm, "none"), "none")
-    transition.started(loop).move_rows(transition.change)
-    condensed, swapped = loop.moved
+    condensed, swapped = transition.started(loop).move_rows(transition.change)
     return MOVES[2 * bool(condensed) + bool(swapped)]
 
 
@@ -161,14 +161,14 @@ def races(arm: str = "before", mode: Mode = "none") -> dict[str, Any]:
         }
         for race in watched.races
     ]
-    found = tally(own_step(arm, mode), (EXAMPLE, STEADY))
+    found = landings(own_step(arm, mode), (EXAMPLE, STEADY))
     return {
         "arm": arm,
         "mode": mode,
         "races": reports,
         "wrong_in_this_run": wrong,
-        "landings": found.total.total(),
-        "wrong_landings": len(found.wrong),
+        "landings": len(found),
+        "wrong_landings": sum(bool(landing.victims) for landing in found),
     }
 
 
@@ -180,61 +180,56 @@ def _one(req_id: int, drafted: bool) -> list[int]:
 
 
 class _History(Observer):
-    """What happened to the array in order, each with the content ahead of it."""
+    """What happened to the array in order, each with the counts of its first four rows ahead of it."""
 
-    def __init__(self, array: HostBuffer, rows: int) -> None:
-        self.array, self.rows = array, rows
+    def __init__(self) -> None:
+        self.array: HostBuffer | None = None
         self.steps: list[dict[str, Any]] = []
 
     @property
     def content(self) -> list[int]:
         """The counts of the rows that are watched."""
-        counts: list[int] = self.array.backing[: self.rows].flatten().tolist()
+        assert self.array is not None, "a batch fills its array before all else"
+        counts: list[int] = self.array.backing[:4].flatten().tolist()
         return counts
-
-    def _note(self, what: str, row: int | None, site: str) -> None:
-        self.steps.append({"what": what, "row": row, "before": self.content, "site": site})
 
     def host_accessed(self, buffer: HostBuffer, region: Region, write: bool, site: str) -> None:
         if buffer.name == ARRAY:
-            whole = region.stop - region.start > self.array.backing.element_size()
-            row = None if whole else (region.start - self.array.region.start) // (region.stop - region.start)
-            self._note("write" if write else "read", row, Path(site).name)
+            self.array, size = buffer, buffer.backing.element_size()
+            whole = region.stop - region.start > size
+            row = None if whole else (region.start - buffer.region.start) // size
+            self.steps.append({"what": "write" if write else "read", "row": row, "before": self.content})
 
     def executed(self, stream: Stream, op: Op) -> None:
         if op.name == COPY:
-            self._note("copy lands", None, "")
+            self.steps.append({"what": "copy lands", "row": None, "before": self.content})
 
 
-def worked_example(arm: str = "before", mode: Mode = "none") -> list[dict[str, Any]]:
-    """A (4 accepted), B (2), C (3) and P (prefilled) become P, B, C, Q: one entry a completion of the copy.
+def worked_example() -> list[dict[str, Any]]:
+    """A (4 accepted), B (2), C (3) and P (prefilled) become P, B, C, Q: one entry a completion of the copy, before.
 
     `history` has every access to the array and the copy, with the array's content ahead of it; `host` the counts that
     the host has for the four rows then, `got` those that P, B and C start from, `own` what they accepted.
     """
+    own, histories = own_step("before", "none"), list[_History]()
 
-    def program(dev: Device) -> dict[str, Any]:
-        copy = CopyCompletion()
-        dev.observers.append(copy)
-        loop = EXAMPLE.started(CountLoop(dev, policy(arm, mode), mode, LoopSize(4)))
-        history = _History(loop.batch.num_accepted, 4)
-        dev.observers.append(history)
-        copy.second_step_begins()
-        loop.move_rows(EXAMPLE.change)
-        copy.rows_have_moved()
-        loop.run(EXAMPLE.change, _one)
-        steps, host = list(history.steps), history.content
-        dev.synchronize()
-        return {
-            "phase": copy.phase,
-            "history": steps,
-            "host": host,
-            "got": loop.counts_used.flatten().tolist()[:3],
-            "own": [EXAMPLE.rows[number].accepted for number in loop.batch.order[:3]],
-            "previous": [3, 1, 2, -1],
+    def step(transition: Transition, dev: Device) -> Landing:
+        histories.append(_History())
+        dev.observers.append(histories[-1])
+        return own(transition, dev)
+
+    return [
+        {
+            "phase": landing.copy.phase,
+            "history": history.steps[
+                -1 - len(landing.copy.accesses) :
+            ],  # of the second step, the copy among them
+            "host": history.content,
+            "got": [landing.counts[req_id] for req_id in "PBC"],
+            "own": [EXAMPLE.right[req_id] for req_id in "PBC"],
         }
-
-    return list(outcomes(program))
+        for landing, history in zip(landings(step, [EXAMPLE]), histories, strict=True)
+    ]
 
 
 # Time: how long the window is open, and how often it is hit

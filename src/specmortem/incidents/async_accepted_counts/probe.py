@@ -7,9 +7,10 @@ distinguishable completion of it is tried, and each count is compared with the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,15 +24,17 @@ from specmortem.incidents.async_accepted_counts.engine.graph_metadata import ROW
 from specmortem.incidents.async_accepted_counts.engine.policies import Mode
 from specmortem.incidents.async_accepted_counts.engine.transition import (
     EXAMPLE,
-    Completions,
+    Landing,
     Role,
     StepRow,
     Transition,
+    by_phase,
+    landings,
     own_step,
-    tally,
 )
-from specmortem.incidents.async_accepted_counts.released import K, RunnerCode, counts_of, stand_ins
-from specmortem.upstream.vllm_files import ATTENTION_UTILS, CACHE, CACHE_MODES, GDN
+from specmortem.incidents.async_accepted_counts.released import K, RunnerCode, counts_of, stand_in
+from specmortem.upstream.stand_ins import Stub
+from specmortem.upstream.vllm_files import CACHE, CACHE_MODES, GDN
 from specmortem.verdict import Evidence, Verdict
 
 PROBES = {probe.cause: probe for probe in INCIDENT.probes}
@@ -81,14 +84,14 @@ def _stale_count(mode: Mode, subject: str) -> Verdict:
     """
     detail: dict[str, Any] = {"transitions": len(transitions())}
     if subject in ("before", "after"):
-        return _verdict(tally(own_step(subject, mode), transitions()), detail)
+        return _verdict(landings(own_step(subject, mode), transitions()), detail)
     code = RunnerCode(upstream.resolve(subject))
     verdict = _of_released(code, mode, detail | {"hashes": code.hashes, "lines": code.lines})
     return _with_mode_all(verdict, code) if mode == "none" else verdict
 
 
 def _of_released(code: RunnerCode, mode: Mode, detail: dict[str, Any]) -> Verdict:
-    return _verdict(tally(partial(counts_of, code, mode), transitions()), detail)
+    return _verdict(landings(partial(counts_of, code, mode), transitions()), detail)
 
 
 def _with_mode_all(of_none: Verdict, code: RunnerCode) -> Verdict:
@@ -113,19 +116,19 @@ def _mode_all_is_absent(code: RunnerCode) -> str:
         return str(error)
 
 
-def _verdict(found: Completions, detail: dict[str, Any]) -> Verdict:
-    detail |= found.as_dict()
-    total = found.total.total()
-    if not found.wrong:
-        observed = f"every count is the request's own in {total} landings"
+def _verdict(found: Sequence[Landing], detail: dict[str, Any]) -> Verdict:
+    wrong = [landing for landing in found if landing.victims]
+    victims = Counter(chain.from_iterable(landing.roles for landing in wrong))
+    detail |= {"landings": by_phase(found), "victims": dict(victims)}
+    if not wrong:
+        observed = f"every count is the request's own in {len(found)} landings"
         return Verdict("clean", Evidence(str(EXAMPLE), observed, detail=detail))
-    first = found.wrong[0]
-    right, copy = first.transition.right, first.used.copy
+    first, right = wrong[0], wrong[0].transition.right
     given = ", ".join(f"{req_id} has {count}" for req_id, count in first.victims.items())
-    observed = f"{given}; wrong in {len(found.wrong)} of {total} landings"
+    observed = f"{given}; wrong in {len(wrong)} of {len(found)} landings"
     expected = ", ".join(f"{req_id} has {right[req_id]}" for req_id in first.victims)
-    witness = f"{first.transition}; {copy}"
-    return Verdict("fault", Evidence(witness, observed, expected, copy.queued_at, detail=detail))
+    witness = f"{first.transition}; {first.copy}"
+    return Verdict("fault", Evidence(witness, observed, expected, first.copy.queued_at, detail=detail))
 
 
 class CapturedBatch(NamedTuple):
@@ -174,14 +177,11 @@ def _own_rows(arm: str, batch: CapturedBatch) -> dict[str, int]:
     return _sizes(dict(zip(PER_REQUEST, map(len, built), strict=True)))
 
 
-class _BaseBuilder:
+class _BaseBuilder(Stub):
     """In place of the class that the released builder extends."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
-        self.kv_cache_spec, self.vllm_config, self.device = kv_cache_spec, vllm_config, device
-
-    def __class_getitem__(cls, _: Any) -> type:
-        return cls
+        super().__init__(kv_cache_spec=kv_cache_spec, vllm_config=vllm_config, device=device)
 
     def _init_reorder_batch_threshold(self, threshold: int, *_: Any, **__: Any) -> None:
         self.reorder_batch_threshold = threshold + K
@@ -189,16 +189,15 @@ class _BaseBuilder:
 
 def _metadata_builder(tree: upstream.Tree) -> tuple[Any, dict[str, str]]:
     """The released builder over a configuration for 72 requests, and the hash of its `build`."""
-    given = stand_ins(
-        tree, [GDN, ATTENTION_UTILS], ("mamba_get_block_table_tensor", "NULL_BLOCK_ID", "PAD_SLOT_ID")
-    )
-    given |= {
+    given = {
         "AttentionMetadataBuilder": _BaseBuilder,
         "AttentionCGSupport": SimpleNamespace(UNIFORM_BATCH="uniform batch"),
         "_resolve_gdn_prefill_backend": lambda *_: (None, "triton"),
         "async_tensor_h2d": lambda tensor, device: tensor.to(device),
     }
-    spec = given["MambaSpec"](block_size=64, num_speculative_blocks=K, prefill_checkpoint_alignment=None)
+    lifted = ("mamba_get_block_table_tensor", "NULL_BLOCK_ID", "PAD_SLOT_ID")
+    stand_ins = upstream.StandIns(given, names=lifted, make=stand_in)
+    spec = stand_ins["MambaSpec"](block_size=64, num_speculative_blocks=K, prefill_checkpoint_alignment=None)
     mode = SimpleNamespace(has_full_cudagraphs=lambda: True)
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=None),
@@ -207,7 +206,7 @@ def _metadata_builder(tree: upstream.Tree) -> tuple[Any, dict[str, str]]:
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
         use_v2_model_runner=False,
     )
-    builder = upstream.lift(tree, GDN, "GDNAttentionMetadataBuilder", provide=given).function
+    builder = upstream.lift(tree, GDN, "GDNAttentionMetadataBuilder", provide=stand_ins).function
     hashes = {"build": upstream.body_hash(tree, GDN, "GDNAttentionMetadataBuilder.build")}
     return builder(spec, ["layer0"], config, torch.device("cpu")), hashes
 

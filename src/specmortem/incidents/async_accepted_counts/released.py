@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from types import CodeType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple, get_args
 
@@ -29,12 +29,12 @@ from specmortem.incidents.async_accepted_counts.engine.copy_completion import (
     UnfitError,
 )
 from specmortem.incidents.async_accepted_counts.engine.policies import Mode
-from specmortem.incidents.async_accepted_counts.engine.transition import CountsUsed, StepRow, Transition
-from specmortem.upstream.stand_ins import Placeholder
-from specmortem.upstream.vllm_files import ATTENTION_UTILS, BATCH, CACHE, CACHE_MODES, MAMBA, RUNNER, UTILS
+from specmortem.incidents.async_accepted_counts.engine.transition import Landing, StepRow, Transition
+from specmortem.upstream.stand_ins import Placeholder, stub
+from specmortem.upstream.vllm_files import BATCH, CACHE, CACHE_MODES, MAMBA, RUNNER
 
 RUNNER_CLASS = "GPUModelRunner"
-SHARED = (
+LIFTED = (  # of what the released files import
     "BatchUpdate",
     "BatchUpdateBuilder",
     "CachedRequestState",
@@ -101,34 +101,11 @@ def _block_table(*_: Any, **__: Any) -> SimpleNamespace:
     return _quiet(*rows, "commit_block_table", "compute_slot_mapping")
 
 
-class _Stub:
-    """Keeps the keyword arguments that it is made with."""
-
-    def __init__(self, *_: Any, **fields: Any) -> None:
-        self.__dict__.update(fields)
-
-
-def _stand_in(name: str) -> Any:
+def stand_in(name: str) -> Any:
     """For a class one that can be made and asked `isinstance`; for anything else one that refuses to be used."""
     if name.lstrip("_")[:1].isupper():
-        return type(name, (_Stub,), {})
+        return stub(name)
     return Placeholder(name, "it is of another vLLM file")
-
-
-def stand_ins(tree: upstream.Tree, paths: Sequence[str], lifted: Sequence[str] = ()) -> dict[str, Any]:
-    """A stand-in for every vLLM name that the files import, but for those to be lifted."""
-    given: dict[str, Any] = {}
-    for path in tree.fetch(paths).values():
-        for node in ast.walk(_parsed(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("vllm")):
-                given |= {n.name: _stand_in(n.name) for n in node.names if n.name not in lifted}
-    return given
-
-
-@lru_cache(maxsize=8)
-def _parsed(text: str) -> ast.Module:
-    """Shared by all that read a file of this content; nobody changes it."""
-    return ast.parse(text)
 
 
 def _align_context(counts: torch.Tensor) -> SimpleNamespace:
@@ -147,14 +124,6 @@ def _align_context(counts: torch.Tensor) -> SimpleNamespace:
     )
 
 
-class Around(NamedTuple):
-    """Statements before, between and after the calls of `_update_states` and `_prepare_inputs`."""
-
-    before: CodeType
-    between: CodeType
-    after: CodeType
-
-
 class RunnerCode:
     """What is lifted of a tree, once; `hashes` names the bodies that run.
 
@@ -163,7 +132,7 @@ class RunnerCode:
 
     def __init__(self, tree: upstream.Tree) -> None:
         self.tree = tree
-        self.given = stand_ins(tree, [RUNNER, BATCH, ATTENTION_UTILS, UTILS, MAMBA], SHARED) | {
+        given = {
             "MultiGroupBlockTable": _block_table,
             "PIN_MEMORY": False,
             "SamplingType": SimpleNamespace(GREEDY=0, RANDOM=1, RANDOM_SEED=2),
@@ -178,6 +147,7 @@ class RunnerCode:
                 "stage_postprocess_inputs_to_gpu",
             ),
         }
+        self.given = upstream.StandIns(given, names=LIFTED, make=stand_in)
         self.hashes: dict[str, str] = {}
         self.lines: dict[str, str] = {}
         self._methods: dict[str, Any] = {}
@@ -225,8 +195,11 @@ class RunnerCode:
         return None
 
     @cached_property
-    def around(self) -> Around:
-        """Statements of `execute_model` that touch accepted counts."""
+    def around(self) -> tuple[CodeType, ...]:
+        """Statements of `execute_model` that touch accepted counts.
+
+        They are those before, between and after its calls of `_update_states` and `_prepare_inputs`.
+        """
         node = self._definitions.get("execute_model")
         if node is None:
             raise upstream.NotPresentError(f"{RUNNER_CLASS}.execute_model in {RUNNER}")
@@ -234,7 +207,7 @@ class RunnerCode:
         parts: tuple[list[ast.stmt], ...] = ([], [], [])
         for statement in _touching(node.body):
             parts[sum(call < statement.lineno for call in calls)].append(statement)
-        return Around(*(compile(ast.Module(part, []), RUNNER, "exec") for part in parts))
+        return tuple(compile(ast.Module(part, []), RUNNER, "exec") for part in parts)
 
 
 def _line_of_call(node: ast.FunctionDef, name: str) -> int:
@@ -370,7 +343,7 @@ class Runner:
         """As above."""
 
 
-def counts_of(code: RunnerCode, mode: Mode, transition: Transition, device: Device) -> CountsUsed:
+def counts_of(code: RunnerCode, mode: Mode, transition: Transition, device: Device) -> Landing:
     """Run the second step of a transition; the first one's copy is still queued when it begins."""
     runner = Runner(code, device, mode)
     copy = runner._copy
@@ -385,16 +358,17 @@ def counts_of(code: RunnerCode, mode: Mode, transition: Transition, device: Devi
         "scheduler_output": second,
         "deferred_state_corrections_fn": None,
     }
-    exec(code.around.before, scope)
+    before, between, after = code.around
+    exec(before, scope)
     scope["deferred_state_corrections_fn"] = runner._update_states(second)
     copy.rows_have_moved()
     scope["num_reqs"] = runner.input_batch.num_reqs
-    exec(code.around.between, scope)
+    exec(between, scope)
     order = runner.input_batch.req_ids
     runner._prepare_inputs(second, np.array([second.num_scheduled_tokens[r] for r in order], dtype=np.int32))
-    exec(code.around.after, scope)
-    counts = runner.num_accepted_tokens.gpu
-    return CountsUsed({req_id: int(counts[order.index(req_id)]) for req_id in transition.right}, copy)
+    exec(after, scope)
+    counts = dict(zip(order, runner.num_accepted_tokens.gpu.tolist(), strict=False))
+    return Landing(transition, {req_id: counts[req_id] for req_id in transition.right}, copy)
 
 
 class _Tokens(NamedTuple):

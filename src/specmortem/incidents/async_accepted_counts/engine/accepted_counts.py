@@ -13,7 +13,8 @@ A policy, one of the functions in `fix` and `policies`, says how counts get from
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -21,20 +22,31 @@ import torch
 from specmortem.device import Device, HostBuffer, Stream
 from specmortem.errors import BadInputError
 from specmortem.incidents.async_accepted_counts import fix
-from specmortem.incidents.async_accepted_counts.engine.input_batch import NEW, InputBatch
+from specmortem.incidents.async_accepted_counts.engine.input_batch import NEW, InputBatch, NewRequest, RowPair
 from specmortem.incidents.async_accepted_counts.engine.policies import Policy, Scheduling
 from specmortem.incidents.async_accepted_counts.engine.uploads import Uploads
 from specmortem.kernels import Backend
 from specmortem.kernels import accepted_counts as kernels
 
 COPY = "counts to host"  # what traces and observers call the copy
+DECODE, EXTEND, PREFILL = range(3)  # regions of a batch, in the order of its rows
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds: the host's, ahead of the row moves and between adding and swapping, and a forward's."""
+
+    before_us: float = 0.0
+    between_us: float = 0.0
+    forward_us: float = 0.0
 
 
 class AcceptedCounts:
     """The counts of a batch. Tensors are int32 [max_num_reqs, lanes], in the row order of the step that wrote them.
 
-    `on_device` is what the forward of a step looks states up with. One step calls, in this order: `before_row_moves`,
-    (the row moves), `take`, `correct`, in mode align `upload_again`, (the forward), `count`, `send`.
+    `on_device` is what the forward of a step looks states up with, `drafted` the drafts of each row of the latest step.
+    One step calls, in this order: `move_rows`, `take`, `correct`, in mode align `upload_again`, (`uploads.seal`, the
+    forward), `count`, `send`. `uploads` takes `inputs`, by name and shape, beside those of the counts.
     """
 
     def __init__(
@@ -43,6 +55,7 @@ class AcceptedCounts:
         batch: InputBatch,
         policy: Policy,
         stream: Stream,
+        inputs: Mapping[str, Sequence[int]],
         *,
         run: Backend = "plain",
         vocab_size: int = 1 << 30,
@@ -58,9 +71,9 @@ class AcceptedCounts:
         self.computed = device.zeros(shape, torch.int32, name="num_computed_tokens")
         self._next_computed = device.zeros(shape, torch.int32, name="next num_computed_tokens")
         by_row = dict.fromkeys(("previous", "drafted", "host_computed"), shape[:1])
-        self.uploads = Uploads(device, stream, {"counts": shape, "counts again": shape, **by_row})
+        self.uploads = Uploads(device, stream, {"counts": shape, "counts again": shape, **by_row, **inputs})
         self.copied = device.event("num_accepted_tokens_event")
-        self.send(0)
+        self.send([])
 
     @cached_property
     def private(self) -> HostBuffer:
@@ -78,16 +91,36 @@ class AcceptedCounts:
             kernel, *args, stream=self.stream, reads=(sampled,), writes=written, name="count accepted"
         )
 
-    def send(self, rows: int) -> None:
-        """A step of so many rows is enqueued: the policy sets out."""
-        self._rows = rows
+    def send(self, drafted: Sequence[int]) -> None:
+        """A step is enqueued, its rows with so many drafts: they are the previous rows now; the policy sets out."""
+        self.drafted = drafted
+        self.batch.remember_rows()
         self._hops: Iterator[fix.Place] = self.policy(self)
         self._held_until = next(self._hops, None)
 
-    def before_row_moves(self) -> None:
-        """The place of a wait that was hoisted; the uploads of the step before must have been read in any case."""
+    def move_rows(
+        self,
+        finished_req_ids: Iterable[int],
+        new_requests: Iterable[NewRequest],
+        prefilling: Iterable[int] = (),
+        timing: Timing = Timing(),  # noqa: B008
+    ) -> tuple[list[RowPair], list[RowPair]]:
+        """A step's moves, all four in vLLM's order; gives the pairs of rows condensed and swapped.
+
+        Ahead of them the uploads of the step before must have been read, and a wait that was hoisted has its place.
+        """
         self.uploads.wait()
         self._reached(fix.NEXT_STEP)
+        self.device.host_time(timing.before_us)
+        for req_id in finished_req_ids:
+            self.batch.remove_request(req_id)
+        regions = dict.fromkeys(prefilling, EXTEND)
+        for request in new_requests:
+            regions[request.req_id] = PREFILL
+            self.batch.add_request(request)
+        condensed = self.batch.condense()
+        self.device.host_time(timing.between_us)
+        return condensed, self.batch.reorder(lambda req_id: regions.get(req_id, DECODE))
 
     def take(self) -> None:
         """Enqueue what the rows start from, before the correction."""
@@ -99,10 +132,8 @@ class AcceptedCounts:
 
     def copy_to(self, target: HostBuffer) -> None:
         """Enqueue the copy of the latest step's counts, and record its event."""
-        if self._rows:
-            self.device.copy_async(
-                target.rows(0, self._rows), self.on_device[: self._rows], self.stream, name=COPY
-            )
+        if rows := len(self.drafted):
+            self.device.copy_async(target.rows(0, rows), self.on_device[:rows], self.stream, name=COPY)
             self.copied.record(self.stream)
 
     def fill_with_ones(self) -> None:
@@ -128,8 +159,8 @@ class AcceptedCounts:
         """Mode align: the host's counts over the corrected ones."""
         self.upload("counts again")
 
-    def correct(self, drafted: Sequence[int], host_computed: Sequence[int]) -> None:
-        """Enqueue the correction; `drafted` has the drafts of each *previous* row, `host_computed` one number a row.
+    def correct(self, host_computed: Sequence[int]) -> None:
+        """Enqueue the correction; `host_computed` has one number a row, as the host knows it.
 
         With `sync` scheduling the host's numbers are right, and all rows count as new.
         """
@@ -140,9 +171,11 @@ class AcceptedCounts:
             self.computed,
             self._next_computed[:rows],
             self.valid,
-            self.uploads.put("drafted", [*drafted, *[0] * (self.batch.max_num_reqs - len(drafted))]),
+            self.uploads.put(
+                "drafted", [*self.drafted, *[0] * (self.batch.max_num_reqs - len(self.drafted))]
+            ),
             self.uploads.put("previous", previous),
-            self.uploads.put("host_computed", list(host_computed)),
+            self.uploads.put("host_computed", host_computed),
         )
         kernel = kernels.correct_launch if self.run == "triton" else kernels.correct_reference
         written = (tensors[0], tensors[2])

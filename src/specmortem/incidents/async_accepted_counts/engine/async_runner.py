@@ -25,11 +25,9 @@ import torch
 
 from specmortem.device import Device, Event, HostBuffer
 from specmortem.errors import BadInputError
-from specmortem.incidents.async_accepted_counts.engine.accepted_counts import AcceptedCounts
-from specmortem.incidents.async_accepted_counts.engine.count_loop import DECODE, PREFILL, Timing
+from specmortem.incidents.async_accepted_counts.engine.accepted_counts import AcceptedCounts, Timing
 from specmortem.incidents.async_accepted_counts.engine.input_batch import InputBatch, NewRequest
 from specmortem.incidents.async_accepted_counts.engine.policies import Mode, Policy, Scheduling
-from specmortem.incidents.async_accepted_counts.engine.uploads import Uploads
 from specmortem.incidents.async_accepted_counts.engine.word_model import VOCAB, RestoredState, WordModel
 
 
@@ -216,19 +214,18 @@ class AsyncRunner:
             self.batch,
             policy,
             self.stream,
+            {"blocks": (rows, 1 + k), "rows": (rows, 4), "prompts": (rows, config.max_tokens)},
             run=model.run,
             vocab_size=VOCAB,
             scheduling=config.scheduling,
         )
-        shapes = {"blocks": (rows, 1 + k), "rows": (rows, 4), "prompts": (rows, config.max_tokens)}
-        self.inputs = Uploads(device, self.stream, shapes)
+        self.inputs = self.counts.uploads
         self.tokens = device.zeros((rows, 1 + k), torch.int32, name="tokens")
         self.sampled = device.full((rows, 1 + k), -1, torch.int32, name="sampled")
         self.drafts = device.zeros((rows, k), torch.int32, name="drafts")
         self.counts_used = device.zeros((rows, 1), torch.int32, name="counts in use")
         self.table = drafts.to(device.torch_device)
         self._rings = [self._ring(rows, 1 + k) for _ in range(3)]
-        self._drafted: list[int] = []
         self._last: Output | None = None
         self._before: dict[int, tuple[int, bool]] = {}
         self._places: dict[int, _Place] = {}
@@ -245,7 +242,8 @@ class AsyncRunner:
 
     def step(self, scheduled: SchedulerOutput) -> Output:
         """Enqueue a step and give where its tokens will be."""
-        new = self._move_rows(scheduled)
+        new = {request.req_id for request in scheduled.new_requests}
+        self.counts.move_rows(scheduled.finished_req_ids, scheduled.new_requests, timing=self.config.timing)
         order = self.batch.order
         decodes = [req_id not in new for req_id in order]
         copied = self._bring_counts(scheduled, order, decodes)
@@ -267,20 +265,6 @@ class AsyncRunner:
         self._before = output.accepted()
         return tokens
 
-    def _move_rows(self, scheduled: SchedulerOutput) -> set[int]:
-        """All four moves; gives the requests that are new."""
-        self.counts.before_row_moves()
-        self.inputs.wait()
-        timing, new = self.config.timing, {request.req_id for request in scheduled.new_requests}
-        self.device.host_time(timing.before_us)
-        self.batch.move_rows(
-            scheduled.finished_req_ids,
-            scheduled.new_requests,
-            lambda req_id: PREFILL if req_id in new else DECODE,
-            lambda: self.device.host_time(timing.between_us),
-        )
-        return new
-
     def _bring_counts(
         self, scheduled: SchedulerOutput, order: Sequence[int], decodes: Sequence[bool]
     ) -> list[int]:
@@ -290,7 +274,7 @@ class AsyncRunner:
             known = self.batch.previous_row_of
             computed = [int(self.batch.num_tokens[r]) if n in known else 0 for r, n in enumerate(order)]
         self.counts.take()
-        self.counts.correct(self._drafted, computed)
+        self.counts.correct(computed)
         if self.config.mode != "align":
             return []
         copied = self._copy_states(order, decodes)
@@ -347,7 +331,6 @@ class AsyncRunner:
         self.inputs.put("rows", np.array(list(rows), np.int32).reshape(-1, 4))
         first = sum(decodes)
         self.inputs.put("prompts", self.batch.token_ids[first : len(order)])
-        self.counts.uploads.seal()
         self.inputs.seal()
         return [int(length) for length in prompts[first : len(order)]]
 
@@ -393,7 +376,7 @@ class AsyncRunner:
         rows = len(order)
         tokens, starts, arrived = self._rings[self.steps % len(self._rings)]
         self.counts.count(self.sampled[:rows])
-        self.counts.send(rows)
+        self.counts.send([self.config.num_speculative_tokens * decode for decode in decodes])
         computed = self.counts.computed[:rows, 0]
         read = (self.inputs["rows"], computed, self.counts.valid, self.table)
         self.device.launch(
@@ -403,8 +386,6 @@ class AsyncRunner:
             if rows:
                 self.device.copy_async(buffer.rows(0, rows), tensor[:rows], self.stream)
         arrived.record(self.stream)
-        self.batch.remember_rows()
-        self._drafted = [self.config.num_speculative_tokens if decode else 0 for decode in decodes]
         self._last = Output(self.steps, order, decodes, copied, tokens, starts, arrived)
         self.steps += 1
         return self._last

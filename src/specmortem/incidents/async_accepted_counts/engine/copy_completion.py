@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,20 @@ class UnfitError(SpecmortemError):
     """The code under test uses something that the probe does not give it."""
 
 
+class CountAccess(NamedTuple):
+    """A read or a write of rows `first` to `last` by a function under test."""
+
+    function: str
+    write: bool
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        """As in a witness."""
+        rows = f"row {self.first}" if self.first == self.last else f"rows {self.first} to {self.last}"
+        return f"{self.function} {'writes' if self.write else 'reads'} {rows}"
+
+
 @dataclass
 class CopyCompletion(Observer):
     """What the host did to the accepted counts in the second step, and where the copy came to lie in that.
@@ -31,7 +45,7 @@ class CopyCompletion(Observer):
     Buffers with `accepted` in their name are watched, and the first copy called COPY.
     """
 
-    accesses: list[str] = field(default_factory=list)
+    accesses: list[CountAccess] = field(default_factory=list)
     in_flight: bool = False
     completed: int | None = None
     moves: int = 0
@@ -51,10 +65,10 @@ class CopyCompletion(Observer):
     def host_accessed(self, buffer: HostBuffer, region: Region, write: bool, site: str) -> None:
         """Note a move of counts, or what else the host does to them."""
         if "accepted" in buffer.name:
-            base, size = buffer.region.start, buffer.backing[:1].nbytes
+            backing = buffer.backing
+            base, size = backing.data_ptr(), backing.stride(0) * backing.element_size()
             first, last = (region.start - base) // size, (region.stop - base) // size - 1
-            rows = f"row {first}" if first == last else f"rows {first} to {last}"
-            self.accesses.append(f"{_caller().f_code.co_name} {'writes' if write else 'reads'} {rows}")
+            self.accesses.append(CountAccess(_caller().f_code.co_name, write, first, last))
 
     def second_step_begins(self) -> None:
         """Forget what the first step did; a copy that has run by now was waited for."""
@@ -73,6 +87,11 @@ class CopyCompletion(Observer):
         if self.completed is None or self.completed >= self.moves:
             return "after"
         return "before" if self.completed == 0 else "inside"
+
+    @property
+    def precedes_the_read(self) -> bool:
+        """Whether the copy had completed when the counts were read, after the row moves."""
+        return self.completed is not None and self.completed <= self.moves
 
     def __str__(self) -> str:
         """The access before the copy and the one after it."""

@@ -6,6 +6,7 @@ with drafts (which look a state up by them) are compared, on the device, with wh
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,27 +17,16 @@ import numpy.typing as npt
 import torch
 
 from specmortem.device import Device
-from specmortem.incidents.async_accepted_counts.engine.accepted_counts import AcceptedCounts
+from specmortem.incidents.async_accepted_counts.engine.accepted_counts import AcceptedCounts, Timing
 from specmortem.incidents.async_accepted_counts.engine.input_batch import InputBatch, NewRequest, RowPair
 from specmortem.incidents.async_accepted_counts.engine.policies import Mode, Policy, Scheduling
-from specmortem.incidents.async_accepted_counts.engine.uploads import Uploads
 from specmortem.kernels import Backend
 
 Accepted = Callable[
     [int, bool], Sequence[int] | npt.NDArray[np.int64]
 ]  # of a request, with drafts or without
-DECODE, EXTEND, PREFILL = range(3)
 NOT_JUDGED, FIRST_DRAFT, STEADY = range(3)
 ID = 7
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds: the host's, ahead of the row moves and between adding and swapping, and a forward's."""
-
-    before_us: float = 0.0
-    between_us: float = 0.0
-    forward_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,8 +68,7 @@ class LoopSize:
 class CountLoop:
     """`start` places requests as step 0; each `step` after it moves rows while the counts of the last are under way.
 
-    `counts_used` is int32 [max_num_reqs, lanes] on the device, `moved` the pairs of rows condensed and swapped: both
-    of the latest step.
+    `counts_used` is int32 [max_num_reqs, lanes] on the device, of the latest step.
     """
 
     def __init__(
@@ -92,20 +81,20 @@ class CountLoop:
         run: Backend = "plain",
         scheduling: Scheduling = "async",
     ) -> None:
-        self.device, self.mode, self.size, self.scheduling = device, mode, size, scheduling
+        self.device, self.mode, self.size = device, mode, size
         self.stream = device.stream("main")
         self.batch = InputBatch(device, size.max_num_reqs, lanes=size.lanes)
-        self.counts = AcceptedCounts(device, self.batch, policy, self.stream, run=run, scheduling=scheduling)
         shape = (size.max_num_reqs, size.lanes)
-        shapes = {"right counts": shape, "kinds": shape[:1], "came from": shape[:1]}
-        self.inputs = Uploads(device, self.stream, shapes)
+        inputs = {"right counts": shape, "kinds": shape[:1], "came from": shape[:1]}
+        self.counts = AcceptedCounts(
+            device, self.batch, policy, self.stream, inputs, run=run, scheduling=scheduling
+        )
+        self.inputs = self.counts.uploads
         columns = 1 + size.num_speculative_tokens
         self.sampled = device.full((shape[0] * shape[1], columns), -1, torch.int32, name="sampled")
         self.wrong = device.zeros((3,), torch.int64, name="wrong counts")
         self.counts_used = device.zeros(shape, torch.int32, name="counts of the step")
-        self.moved: tuple[list[RowPair], list[RowPair]] = ([], [])
         self.seen = [0, 0, 0]
-        self._drafted: dict[int, int] = {}  # drafts of each row of the latest step, by request
         device.synchronize()
 
     def start(self, rows: Mapping[int, bool], accepted: Accepted) -> None:
@@ -117,43 +106,32 @@ class CountLoop:
     def step(self, change: Change, accepted: Accepted, timing: Timing = Timing()) -> list[int]:  # noqa: B008
         """Move rows, bring the counts, judge them, run; gives the requests in their new order."""
         self.move_rows(change, timing)
-        return self.run(change, accepted, timing.forward_us)
+        self.bring_counts()
+        drafts = {req_id: change.drafts(req_id) for req_id in self.batch.order}
+        self._judge(drafts)
+        return self._forward(drafts, accepted, timing.forward_us)
 
-    def move_rows(self, change: Change, timing: Timing = Timing()) -> None:  # noqa: B008
-        """The first half of a step: the host's waits, and all four moves."""
-        self.counts.before_row_moves()
-        self.inputs.wait()
-        if self.scheduling == "sync":
+    def move_rows(self, change: Change, timing: Timing = Timing()) -> tuple[list[RowPair], list[RowPair]]:  # noqa: B008
+        """The first part of a step: the host's waits and all moves; gives the pairs of rows condensed and swapped."""
+        if self.counts.scheduling == "sync":
             self.device.synchronize()
-        self.device.host_time(timing.before_us)
+        new = map(NewRequest, change.new_req_ids)
+        return self.counts.move_rows(change.finished_req_ids, new, change.prefilling, timing)
 
-        def region(req_id: int) -> int:
-            return DECODE if change.drafts(req_id) else EXTEND + (req_id in change.new_req_ids)
-
-        self.moved = self.batch.move_rows(
-            change.finished_req_ids,
-            map(NewRequest, change.new_req_ids),
-            region,
-            lambda: self.device.host_time(timing.between_us),
-        )
-
-    def run(self, change: Change, accepted: Accepted, forward_us: float = 0.0) -> list[int]:
-        """The second half: bring the counts, judge them, run; gives the requests in their new order."""
-        drafts = {req_id: change.drafts(req_id) for req_id in self.batch.row_of}
+    def bring_counts(self) -> None:
+        """The second part: the counts of the step before into the rows as they are now."""
         self.counts.take()
-        self.counts.correct(list(self._drafted.values()), [0] * self.batch.num_reqs)
+        self.counts.correct([0] * self.batch.num_reqs)
         if self.mode == "align":
             self.counts.upload_again()
-        self._judge(drafts)
-        return self._forward(drafts, accepted, forward_us)
 
     def _kind(self, req_id: int, drafts: bool) -> int:
         if not drafts:
             return NOT_JUDGED
-        return STEADY if self._drafted[req_id] else FIRST_DRAFT
+        return STEADY if self.counts.drafted[self.batch.previous_row_of[req_id]] else FIRST_DRAFT
 
     def _judge(self, drafts: Mapping[int, bool]) -> None:
-        kinds = [self._kind(req_id, drafts[req_id]) for req_id in self.batch.order]
+        kinds = list(itertools.starmap(self._kind, drafts.items()))
         for kind in kinds:
             self.seen[kind] += self.size.lanes
         came_from = self.inputs.put("came from", self.batch.previous_rows())
@@ -174,7 +152,6 @@ class CountLoop:
         """The forward, the step's ids, their counts, and the copy; what the device has now is in this step's order."""
         order = self.batch.order
         counts = self.inputs.put("right counts", [accepted(req_id, drafts[req_id]) for req_id in order])
-        self.counts.uploads.seal()
         self.inputs.seal()
         if forward_us:
             self.device.spin(forward_us, self.stream)
@@ -183,11 +160,7 @@ class CountLoop:
             _fill_ids, sampled, counts, stream=self.stream, reads=(counts,), writes=(sampled,), name="sample"
         )
         self.counts.count(sampled)
-        self.counts.send(len(order))
-        self.batch.remember_rows()
-        self._drafted = {
-            req_id: self.size.num_speculative_tokens if drafts[req_id] else 0 for req_id in order
-        }
+        self.counts.send([self.size.num_speculative_tokens * drafts[req_id] for req_id in order])
         return order
 
     def judged(self) -> JudgedRows:

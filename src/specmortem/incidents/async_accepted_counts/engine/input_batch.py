@@ -11,7 +11,7 @@ accepted counts of a step into it, in the row order which that step had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,22 +159,6 @@ class InputBatch:
             up, down = column[other].copy(), column[one].copy()
             column[one] = up
             column[other] = down
-
-    def move_rows(
-        self,
-        finished_req_ids: Iterable[int],
-        new_requests: Iterable[NewRequest],
-        region: Callable[[int], int],
-        before_reorder: Callable[[], object],
-    ) -> tuple[list[RowPair], list[RowPair]]:
-        """A step's moves, all four in vLLM's order; gives the pairs of rows condensed and swapped."""
-        for req_id in finished_req_ids:
-            self.remove_request(req_id)
-        for request in new_requests:
-            self.add_request(request)
-        condensed = self.condense()
-        before_reorder()
-        return condensed, self.reorder(region)
 
     def reorder(self, region: Callable[[int], int]) -> list[RowPair]:
         """Swap rows until the regions of their requests ascend; gives the swaps. Rows that are right stay.

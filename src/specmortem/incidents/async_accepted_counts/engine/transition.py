@@ -7,17 +7,16 @@ copy. Only requests with drafts in the second step are judged, since they alone 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Literal
 
 from specmortem.device import Device, enumerate_schedules
 from specmortem.incidents.async_accepted_counts.engine.copy_completion import CopyCompletion, Phase
 from specmortem.incidents.async_accepted_counts.engine.count_loop import Change, CountLoop
 from specmortem.incidents.async_accepted_counts.engine.policies import Mode, policy
 
-T = TypeVar("T")
 Role = Literal["decode", "first-draft", "prefill"]
 
 
@@ -88,103 +87,69 @@ EXAMPLE = Transition(
 
 
 @dataclass(frozen=True)
-class CountsUsed:
-    """Accepted counts that the device has for the requests with drafts, and where the copy completed."""
+class Landing:
+    """One completion of the copy, and the counts that the device then has for the requests with drafts."""
 
-    by_request: dict[str, int]
+    transition: Transition
+    counts: Mapping[str, int]
     copy: CopyCompletion
 
+    @cached_property
+    def victims(self) -> dict[str, int]:
+        """The counts that are not the request's own."""
+        right = self.transition.right
+        return {req_id: count for req_id, count in self.counts.items() if count != right[req_id]}
 
-Step = Callable[[Transition, Device], CountsUsed]
+    @property
+    def roles(self) -> list[Role]:
+        """What the victims did in the first step."""
+        return [row.role for row in self.transition.rows if row.req_id in self.victims]
 
 
-def own_step(arm: str, mode: Mode) -> Step:
-    """This package's engine parts under a policy: `before`, `after` or another name of `policies.POLICIES`."""
+Step = Callable[[Transition, Device], Landing]
+
+
+def own_step(arm: str, mode: Mode, watch: type[CopyCompletion] = CopyCompletion) -> Step:
+    """This package's engine parts under a policy: `before`, `after` or another name of `policies.POLICIES`.
+
+    The second step ends where its counts are in place: what it makes of them is not run.
+    """
     chosen = policy(arm, mode)
 
-    def step(transition: Transition, device: Device) -> CountsUsed:
-        copy = CopyCompletion()
+    def step(transition: Transition, device: Device) -> Landing:
+        copy = watch()
         device.observers.append(copy)
         loop = transition.started(CountLoop(device, chosen, mode))
         copy.second_step_begins()
         loop.move_rows(transition.change)
         copy.rows_have_moved()
-        loop.run(transition.change, lambda number, drafted: [1])
+        loop.bring_counts()
         device.synchronize()
-        counts = dict(zip(loop.batch.order, loop.counts_used[:, 0].tolist(), strict=False))
+        counts = dict(zip(loop.batch.order, loop.counts.on_device[:, 0].tolist(), strict=False))
         numbers = {row.req_id: number for number, row in enumerate(transition.rows)}
-        return CountsUsed({req_id: counts[numbers[req_id]] for req_id in transition.right}, copy)
+        return Landing(transition, {req_id: counts[numbers[req_id]] for req_id in transition.right}, copy)
 
     return step
 
 
-@dataclass(frozen=True)
-class WrongCounts:
-    """A completion after which a request has another count than its own."""
+def landings(step: Step, tried: Iterable[Transition]) -> list[Landing]:
+    """Every transition under every distinguishable completion of the copy.
 
-    transition: Transition
-    used: CountsUsed
-
-    @property
-    def victims(self) -> dict[str, int]:
-        """The wrong counts."""
-        right = self.transition.right
-        return {req_id: count for req_id, count in self.used.by_request.items() if count != right[req_id]}
-
-    @property
-    def counts_of_who_left(self) -> int:
-        """How many of them are also the count of a request that is finished."""
-        left = {row.accepted for row in self.transition.rows if row.finished}
-        return sum(count in left for count in self.victims.values())
-
-    def roles(self) -> Iterator[Role]:
-        """What the victims did in the first step."""
-        return (row.role for row in self.transition.rows if row.req_id in self.victims)
-
-
-@dataclass
-class Completions:
-    """Completions by phase, wrong and in all, and what went wrong."""
-
-    total: Counter[Phase] = field(default_factory=Counter)
-    before_the_read: int = 0
-    wrong: list[WrongCounts] = field(default_factory=list)
-
-    @property
-    def wrong_by_phase(self) -> Counter[Phase]:
-        """How many were wrong, by where the copy completed."""
-        return Counter(each.used.copy.phase for each in self.wrong)
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form: [wrong, all] by phase, wrong counts by role."""
-        bad, victims = self.wrong_by_phase, Counter(role for each in self.wrong for role in each.roles())
-        return {
-            "landings": {phase: [bad[phase], count] for phase, count in sorted(self.total.items())},
-            "victims": dict(victims),
-        }
-
-
-def tally(step: Step, tried: Iterable[Transition]) -> Completions:
-    """Run every transition under every distinguishable completion of the copy.
-
-    Raises what the step raises.
+    Raises what the step raises under one of them.
     """
-    found = Completions()
+    found = []
     for transition in tried:
-        for used in outcomes(partial(step, transition)):
-            found.total[used.copy.phase] += 1
-            found.before_the_read += (
-                used.copy.completed is not None and used.copy.completed <= used.copy.moves
-            )
-            wrong = WrongCounts(transition, used)
-            if wrong.victims:
-                found.wrong.append(wrong)
+        for interleaving in enumerate_schedules(partial(step, transition)):
+            if isinstance(interleaving.outcome, Exception):
+                raise interleaving.outcome
+            found.append(interleaving.outcome)
     return found
 
 
-def outcomes(program: Callable[[Device], T]) -> Iterator[T]:
-    """What a program gives under each distinguishable schedule. Raises what it raises under one."""
-    for interleaving in enumerate_schedules(program):
-        if isinstance(interleaving.outcome, Exception):
-            raise interleaving.outcome
-        yield interleaving.outcome
+def by_phase(found: Iterable[Landing]) -> dict[Phase, list[int]]:
+    """How many are wrong, and how many there are in all, by where the copy completed."""
+    wrong, total = Counter[Phase](), Counter[Phase]()
+    for landing in found:
+        total[landing.copy.phase] += 1
+        wrong[landing.copy.phase] += bool(landing.victims)
+    return {phase: [wrong[phase], total[phase]] for phase in sorted(total)}
