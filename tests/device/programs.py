@@ -9,13 +9,11 @@ import torch
 from hypothesis import strategies as st
 
 from specmortem import device
-from specmortem.detect import staging
-from specmortem.device import Chosen, Device, Op, SimDevice
+from specmortem.device import Chosen, Device, Event, HostBuffer, Op, Region, SimDevice, Stream
 from specmortem.device.queues import Entry
 
-from .behaviour import assign
-
 Instruction = tuple[Any, ...]
+Clock = dict[str, int]
 T = TypeVar("T")
 
 _which = st.integers(0, 1)
@@ -48,6 +46,10 @@ def ordered_programs(max_size: int = 6) -> st.SearchStrategy[list[Instruction]]:
     """Work and host accesses with something that may order them after each; many of these do not race."""
     pairs = st.lists(st.tuples(st.one_of(_work, _host), _order, _order), min_size=1, max_size=max_size)
     return pairs.map(lambda steps: [instruction for step in steps for instruction in step])
+
+
+def assign(tensor: torch.Tensor, value: int) -> None:
+    tensor.fill_(value)
 
 
 def mix(into: torch.Tensor, other: torch.Tensor) -> None:
@@ -119,6 +121,56 @@ class _Run:
         return tuple(self.seen)
 
 
+class RaceFinder(device.Observer):
+    """Vector clocks over the host and the streams: `racy` once two conflicting accesses are unordered."""
+
+    def __init__(self) -> None:
+        self.racy = False
+        self._clocks: dict[str, Clock] = {}
+        self._records: dict[Event, Clock] = {}
+        self._accesses: list[tuple[str, Clock, Op]] = []
+
+    def enqueued(self, stream: Stream, op: Op, site: str) -> None:
+        self._join(stream.name, self._clock("host"))
+        self._access(stream.name, op)
+
+    def host_accessed(self, buffer: HostBuffer, region: Region, write: bool, site: str) -> None:
+        regions = ((), (region,)) if write else ((region,), ())
+        self._access("host", Op("host", reads=regions[0], writes=regions[1]))
+
+    def recorded(self, event: Event, stream: Stream, site: str) -> None:
+        self._join(stream.name, self._clock("host"))
+        self._records[event] = dict(self._clock(stream.name))
+
+    def waited(self, stream: Stream, event: Event, site: str) -> None:
+        self._join(stream.name, self._records.get(event, {}))
+
+    def synchronized(self, target: Stream | Event | None, site: str) -> None:
+        if isinstance(target, Event):
+            self._join("host", self._records.get(target, {}))
+        for name in [target.name] if isinstance(target, Stream) else [] if target else list(self._clocks):
+            self._join("host", self._clock(name))
+
+    def queried(self, event: Event, done: bool, site: str) -> None:
+        self.synchronized(event if done else Event(event.device, ""), site)
+
+    def _clock(self, name: str) -> Clock:
+        return self._clocks.setdefault(name, {})
+
+    def _join(self, name: str, other: Clock) -> None:
+        mine = self._clock(name)
+        for key, value in other.items():
+            mine[key] = max(mine.get(key, 0), value)
+
+    def _access(self, name: str, op: Op) -> None:
+        mine = self._clock(name)
+        for other, then, earlier in self._accesses:
+            ordered = then[other] <= mine.get(other, 0)
+            self.racy |= not ordered and earlier.conflicts(op)
+        mine[name] = mine.get(name, 0) + 1
+        self._accesses.append((name, dict(mine), op))
+
+
 class Unreduced(Chosen):
     """Branches over every runnable operation at every host access and query, conflict or not."""
 
@@ -153,7 +205,7 @@ def unreduced_outcomes(program: Callable[[Device], T], limit: int) -> set[T] | N
 
 def races(program: Callable[[Device], object]) -> bool:
     """Whether happens-before leaves a conflicting pair of the program unordered."""
-    dev = device.open("sim", schedule="lazy")
-    with staging.watch(dev) as watched:
-        program(dev)
-    return bool(watched.races)
+    dev, finder = device.open("sim", schedule="lazy"), RaceFinder()
+    dev.observers.append(finder)
+    program(dev)
+    return finder.racy

@@ -25,7 +25,7 @@ from triton.runtime import interpreter
 
 from specmortem import upstream
 from specmortem.detect import bounds
-from specmortem.detect.interpreter import Hook, dtype_of, hooked
+from specmortem.detect.hooks import Hook, hooked
 from specmortem.incidents.pp_align_copy import fix
 from specmortem.incidents.pp_align_copy import kernels as align_copy
 from specmortem.incidents.pp_align_copy.kernels import (
@@ -501,11 +501,15 @@ def lanes() -> Iterator[LaneLog]:
     log = LaneLog()
 
     def load(original: Hook, builder: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        log.add("load", ptrs.data, mask.data, dtype_of(ptrs).itemsize, _place())
+        log.add(
+            "load", ptrs.data, mask.data, interpreter._get_np_dtype(ptrs.get_element_ty()).itemsize, _place()
+        )
         return original(builder, ptrs, mask, *rest)
 
     def store(original: Hook, builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        log.add("store", ptrs.data, mask.data, dtype_of(ptrs).itemsize, _place())
+        log.add(
+            "store", ptrs.data, mask.data, interpreter._get_np_dtype(ptrs.get_element_ty()).itemsize, _place()
+        )
         return original(builder, ptrs, value, mask, *rest)
 
     def ordering(original: Hook, *given: Any) -> Any:
