@@ -22,7 +22,7 @@ LAYERS = (
     ("verdict", "_interpreter", "_forkserver", "statistics"),
     ("isolation", "device", "kernels", "upstream", "facts", "exposure"),
     ("detect", "incident", "statements"),
-    ("judge",),
+    ("affected", "judge"),
     ("study", "report", "doctor"),
     ("tools.load",),
     ("tools.audit", "tools.engine", "tools.new", "tools.triage"),

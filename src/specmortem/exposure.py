@@ -16,6 +16,7 @@ from packaging.version import InvalidVersion, Version
 Runner = Literal["v1", "v2"]
 CacheMode = Literal["none", "align", "all"]
 Reachable = Literal["yes", "no", "unknown"]
+Effect = Literal["crash", "text", "drafts", "link", "unseen"]
 NO_SPECULATION = "none"
 
 HYBRID_FAMILIES = (
@@ -64,7 +65,8 @@ class Config:
     `speculation` is the method, or `none`; `cudagraphs` the graph mode (`NONE`, `PIECEWISE`, `FULL`,
     `FULL_DECODE_ONLY`, `FULL_AND_PIECEWISE`). `attention` is the target's backend, `draft_attention` the drafter's.
     `gpu` is the compute capability times ten: 90 is sm_90. `complete` says that the whole launch command is known, so
-    that what it leaves out has vLLM's default. `sources` tells where a field comes from, `unknown` lists flags that
+    that what it leaves out has vLLM's default. `sources` tells where a field comes from, `prose` names the fields that
+    only sentences state, which may speak of another launch: they never rule a cause out. `unknown` lists flags that
     were given and are not read.
     """
 
@@ -90,7 +92,13 @@ class Config:
     gpu: int | None = None
     complete: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
+    prose: frozenset[str] = frozenset()
     unknown: tuple[str, ...] = ()
+
+    def without_prose(self) -> Config:
+        """What is left where sentences do not count."""
+        empty = Config()
+        return replace(self, **{name: getattr(empty, name) for name in self.prose}, prose=frozenset())
 
     def before(self, release: str) -> bool | None:
         """Whether the engine is older than a release; None where its version is not known or is no number."""
@@ -437,13 +445,37 @@ def drafts(least: int) -> Condition:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a cause needs of the configuration, and what it needs beside it that no flag tells."""
+    """What a cause needs of the configuration, and what it needs beside it that no flag tells.
+
+    `effect` is the worst that is known to follow in ordinary traffic: `crash`, `text` (wrong answers), `drafts` (worse
+    drafts alone), `link` where another defect has to feed it, `unseen` where nothing is known to reach it. `links` are
+    groups of causes of which one each has to be at fault and reached, for a cause that is a chain and has no probe.
+    """
 
     needs: tuple[Condition, ...]
     also: str = ""
+    effect: Effect = "text"
+    links: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def decides(self) -> bool:
+        """Whether a launch that reaches it is affected, whatever else it reaches."""
+        return self.effect in ("crash", "text", "drafts")
 
     def reaches(self, config: Config) -> Reach:
-        """Whether a configuration, with what follows from it, meets every condition."""
+        """Whether a configuration, with what follows from it, meets every condition.
+
+        What only sentences state does not rule it out.
+        """
+        reach = self._reaches(config)
+        if reach.reachable != "no" or not config.prose:
+            return reach
+        without = self._reaches(config.without_prose())
+        if without.reachable == "no":
+            return without
+        return Reach("unknown", f"{reach.reason}; but only a sentence says so, not a launch command")
+
+    def _reaches(self, config: Config) -> Reach:
         known = resolve(config)
         answers = [(condition, condition.test(known)) for condition in self.needs]
         for condition, holds in answers:

@@ -57,7 +57,11 @@ INCIDENT = Incident(
             "a request that ends as another begins to draft",
         ),
         "stale-count-align": Rule((V1, HYBRID, SPECULATION, ALIGN, COUNTS, CONCURRENT)),
-        "graph-metadata-rows": Rule((HYBRID, SPECULATION, FULL_GRAPHS), "no wrong value is known to follow"),
+        "graph-metadata-rows": Rule(
+            (HYBRID, SPECULATION, FULL_GRAPHS),
+            "something that reads the added rows; nothing known does",
+            "link",
+        ),
     },
     campaigns={"stale-count-none": _completions("none"), "stale-count-align": _completions("align")},
 )

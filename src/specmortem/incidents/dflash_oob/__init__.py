@@ -60,19 +60,32 @@ INCIDENT = Incident(
         ),
     ),
     exposure={
-        "v1-rejected-equals-context": Rule((V1, DFLASH), "a request whose whole context is rejected"),
+        "v1-rejected-equals-context": Rule(
+            (V1, DFLASH),
+            "a request whose whole context is rejected, which takes an accepted count of 0",
+            "link",
+        ),
         "stale-block-id": Rule((DFLASH, OLD_LOOKAHEAD)),
-        "stale-graph-tail": Rule((V1, DFLASH, NEVER_SEEN)),
-        "capture-below-buffer": Rule((V1, DFLASH, NEVER_SEEN)),
-        "v2-null-block": Rule((V2, DFLASH), "evicted or unallocated columns"),
-        "v2-rejected-context-slots": Rule((V2, DFLASH), "any rejection"),
-        "v2-past-max-len": Rule((V2, DFLASH), "a request near max_model_len"),
-        "v2-slot-past-max-len": Rule((V2, DFLASH), "a request near max_model_len"),
-        "v2-stale-tail": Rule((V2, DFLASH, FULL_GRAPHS), "a padded batch size"),
-        "gdn-unbounded-accepted": Rule((V1, HYBRID, SPECULATION), "an accepted count of 0 or above K + 1"),
-        "recovered-token-out-of-vocab": Rule((V1, SPECULATION), "NaN logits and random sampling"),
+        "stale-graph-tail": Rule((V1, DFLASH, NEVER_SEEN), effect="unseen"),
+        "capture-below-buffer": Rule((V1, DFLASH, NEVER_SEEN), effect="unseen"),
+        "v2-null-block": Rule((V2, DFLASH), "evicted or unallocated columns", "drafts"),
+        "v2-rejected-context-slots": Rule((V2, DFLASH), "any rejection", "drafts"),
+        "v2-past-max-len": Rule((V2, DFLASH), "a request near max_model_len", "crash"),
+        "v2-slot-past-max-len": Rule((V2, DFLASH), "a request near max_model_len", "drafts"),
+        "v2-stale-tail": Rule((V2, DFLASH, FULL_GRAPHS), "a padded batch size", "drafts"),
+        "gdn-unbounded-accepted": Rule(
+            (V1, HYBRID, SPECULATION), "an accepted count of 0 or above K + 1", "link"
+        ),
+        "recovered-token-out-of-vocab": Rule((V1, SPECULATION), "NaN logits and random sampling", "link"),
         "count-to-lookup-chain": Rule(
-            (V1, HYBRID, SPECULATION, ASYNC, GRAPHS, CONCURRENT), "requests that come and go"
+            (V1, HYBRID, SPECULATION, ASYNC, GRAPHS, CONCURRENT),
+            "requests that come and go",
+            "crash",
+            (
+                ("stale-count-none", "stale-count-align"),
+                ("recovered-token-out-of-vocab",),
+                ("gdn-unbounded-accepted",),
+            ),
         ),
     },
     campaigns={

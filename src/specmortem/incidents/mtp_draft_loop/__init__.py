@@ -65,12 +65,15 @@ INCIDENT = Incident(
         ),
     ),
     exposure={
-        "plan-staging-reuse": Rule((V1, DRAFT_LOOP, drafts(3), FLASHINFER, PLANS), "with 3 drafts rarely"),
-        "builder-staging-reuse": Rule((V1, DRAFT_LOOP, drafts(2), FLASHINFER, PLANS)),
+        "plan-staging-reuse": Rule(
+            (V1, DRAFT_LOOP, drafts(3), FLASHINFER, PLANS), "with 3 drafts rarely", "crash"
+        ),
+        "builder-staging-reuse": Rule((V1, DRAFT_LOOP, drafts(2), FLASHINFER, PLANS), effect="drafts"),
         "host-lengths-counted-twice": Rule(
             (V1, DRAFT_LOOP, drafts(2), NOT_ASYNC, FLASHINFER, PLANS),
             "a step that scheduled no drafts for any request, or disable_padded_drafter_batch; and a batch that is "
             "not padded for a CUDA graph",
+            "drafts",
         ),
         "zeroer-staging-reuse": Rule((V2, HYBRID, ASYNC), "blocks handed out in two steps in a row"),
     },

@@ -41,7 +41,7 @@ INCIDENT = Incident(
         "accepted-written-in-place": Rule((V2, SPECULATION, ALIGN)),
         "overlapping-shift": Rule((SPECULATION, ALIGN), "an accepted run that ends a block where it started"),
         "seed-column-divisor": Rule((V2, ALIGN, CACHING, SMALL_BLOCKS), "a hit in the prefix cache"),
-        "null-block-copied": Rule((V2, ALIGN, NEVER_SEEN)),
+        "null-block-copied": Rule((V2, ALIGN, NEVER_SEEN), effect="unseen"),
     },
     campaigns={
         "batch-row-index": Campaign(
