@@ -110,7 +110,7 @@ def _speculation(book: FactBook) -> Iterator[Fact]:
 
 
 def _cache_mode(book: FactBook) -> Iterator[Fact]:
-    """Hybrid models that cache prefixes run in align mode (the default since vLLM 0.26.0)."""
+    """Hybrid models that cache prefixes run in align mode (on by default since vLLM 0.28.0)."""
     if "cache_mode" not in book and "hybrid" in book and book.value("prefix_cache") == "on":
         yield _because(book.named("prefix_cache")[0], "cache_mode", "align")
 

@@ -1,0 +1,163 @@
+"""What is known of a running engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from packaging.version import InvalidVersion, Version
+
+Runner = Literal["v1", "v2"]
+CacheMode = Literal["none", "align", "all"]
+NO_SPECULATION = "none"
+
+HYBRID_FAMILIES = (
+    "qwen3next",
+    "qwen35",
+    "qwen36",
+    "qwen38",
+    "qwen4exp",
+    "nemotronh",
+    "nemotron3",
+    "kimilinear",
+    "kimik3",
+    "jamba",
+    "falconh1",
+    "granitemoehybrid",
+    "granite4",
+    "bamba",
+    "zamba2",
+    "plamo2",
+    "lfm2",
+    "glm5next",
+    "glm53flash",
+)
+PURE_ATTENTION_FAMILIES = (
+    "qwen3forcausallm",
+    "qwen3moe",
+    "qwen2",
+    "qwen25",
+    "llama",
+    "mistral",
+    "mixtral",
+    "gemma",
+    "deepseekv2",
+    "deepseekv3",
+    "deepseekr1",
+    "gptoss",
+    "phi",
+    "museglimmer",
+)
+
+
+GDN_FAMILIES = ("qwen3next", "qwen35", "qwen36", "qwen38")
+VENDORS = (
+    "qwen", "meta-llama", "deepseek-ai", "mistralai", "google", "openai", "zai-org", "moonshotai", "ibm-granite",
+    "microsoft", "tiiuae", "ai21labs", "nvidia", "xiaomimimo",
+)  # fmt: skip
+DRAFTER_WORDS = ("specul", "eagle", "dflash", "draft", "medusa", "mtp", "p-eagle", "hass", "dspark")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is known of a running engine; None (or an empty text) is "not known".
+
+    `speculation` is the method, or `none`; `cudagraphs` the graph mode (`NONE`, `PIECEWISE`, `FULL`,
+    `FULL_DECODE_ONLY`, `FULL_AND_PIECEWISE`). `attention` is the target's backend, `draft_attention` the drafter's.
+    `gpu` is the compute capability times ten: 90 is sm_90. `complete` says that the whole launch command is known, so
+    that what it leaves out has vLLM's default. `sources` tells where a field comes from, `prose` names the fields that
+    only sentences state, which may speak of another launch: they never rule a cause out. `unknown` lists flags that
+    were given and are not read.
+    """
+
+    version: str = ""
+    model: str = ""
+    hybrid: bool | None = None
+    runner: Runner | None = None
+    pipeline: int | None = None
+    tensor: int | None = None
+    speculation: str = ""
+    drafts: int | None = None
+    cache_mode: CacheMode | None = None
+    prefix_caching: bool | None = None
+    block_size: int | None = None
+    async_scheduling: bool | None = None
+    eager: bool | None = None
+    cudagraphs: str = ""
+    attention: str = ""
+    draft_attention: str = ""
+    kv_cache_dtype: str = ""
+    draft_kv_cache_dtype: str = ""
+    max_num_seqs: int | None = None
+    gpu: int | None = None
+    complete: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict)
+    prose: frozenset[str] = frozenset()
+    unknown: tuple[str, ...] = ()
+
+    def without_prose(self) -> Config:
+        """What is left where sentences do not count."""
+        empty = Config()
+        return replace(self, **{name: getattr(empty, name) for name in self.prose}, prose=frozenset())
+
+    def before(self, release: str) -> bool | None:
+        """Whether the engine is older than a release; None where its version is not known or is no number."""
+        try:
+            return Version(self.version) < Version(release) if self.version else None
+        except InvalidVersion:
+            return None
+
+    def with_default(self, name: str, value: Any, why: str) -> Config:
+        """The field filled in, unless it is known already."""
+        if getattr(self, name) not in (None, ""):
+            return self
+        return replace(self, **{name: value}, sources={**self.sources, name: why})
+
+    def told(self, name: str) -> str:
+        """A field with where it comes from, for the middle of a sentence."""
+        source = self.sources.get(name, "")
+        return f" ({source})" if source else ""
+
+
+def is_hybrid(model: str) -> bool | None:
+    """Whether a model has recurrent layers, by its name or architecture; None for a family that is not listed."""
+    name = plain(model)
+    if any(family in name for family in HYBRID_FAMILIES):
+        return True
+    return False if any(family in name for family in PURE_ATTENTION_FAMILIES) else None
+
+
+def drafter_family(method: str) -> str:
+    """`mtp`, `eagle`, `dflash` or `other`; an empty text for an unknown method."""
+    name = method.lower()
+    if not name:
+        return ""
+    if name == "mtp" or name.endswith("_mtp"):
+        return "mtp"
+    if name.startswith("eagle"):
+        return "eagle"
+    return "dflash" if name.startswith("dflash") else "other"
+
+
+def brings_no_drafter(model: str) -> bool:
+    """Whether a model is a maker's own checkpoint, which names no drafter of its own; of any other it is not known."""
+    maker, _, name = model.lower().strip("/").rpartition("/")
+    return maker in VENDORS and not any(word in name for word in DRAFTER_WORDS)
+
+
+def model_kinds(config: Config) -> tuple[str, ...]:
+    """Rows of `defaults.csv` that a model can be: of its family where its name tells, else of all that agree."""
+    name = plain(config.model)
+    if config.hybrid is None:
+        return ("gdn", "mamba2", "dense", "qwen3", "moe")
+    if not config.hybrid:
+        return ("dense", "moe", *(("qwen3",) if not name or "qwen3" in name else ()))
+    if any(family in name for family in GDN_FAMILIES):
+        return ("gdn",)
+    return ("mamba2",) if "nemotronh" in name else ("gdn", "mamba2")
+
+
+def plain(model: str) -> str:
+    """The letters and digits of a model's name, without the folder that it lies in."""
+    return "".join(c for c in model.lower().rstrip("/").rpartition("/")[2] if c.isalnum())
