@@ -52,6 +52,9 @@ PURE_ATTENTION_FAMILIES = (
 
 
 GDN_FAMILIES = ("qwen3next", "qwen35", "qwen36", "qwen38")
+OTHER_DRAFTERS = (
+    NO_SPECULATION, "ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class", "extract_hidden_states",
+)  # fmt: skip
 VENDORS = (
     "qwen", "meta-llama", "deepseek-ai", "mistralai", "google", "openai", "zai-org", "moonshotai", "ibm-granite",
     "microsoft", "tiiuae", "ai21labs", "nvidia", "xiaomimimo",
@@ -129,15 +132,14 @@ def is_hybrid(model: str) -> bool | None:
 
 
 def drafter_family(method: str) -> str:
-    """`mtp`, `eagle`, `dflash` or `other`; an empty text for an unknown method."""
-    name = method.lower()
-    if not name:
-        return ""
+    """`mtp`, `eagle`, `draft`, `dflash` or `other`; an empty text for a method that is not known."""
+    name = method.lower().replace("-", "_")
     if name == "mtp" or name.endswith("_mtp"):
         return "mtp"
-    if name.startswith("eagle"):
-        return "eagle"
-    return "dflash" if name.startswith("dflash") else "other"
+    if name.startswith("draft"):
+        return "draft"
+    starts = (family for family in ("eagle", "dflash") if name.startswith(family))
+    return next(starts, "other" if name in OTHER_DRAFTERS else "")
 
 
 def brings_no_drafter(model: str) -> bool:

@@ -38,9 +38,9 @@ def _methods(speculation: str) -> tuple[str, ...]:
     """Methods of the table that a drafter can be; all where none is known, those that draft for any other one."""
     if not speculation:
         return METHODS
-    family = drafter_family(speculation)
     if speculation in METHODS:
         return (speculation,)
+    family = drafter_family(speculation)
     return ("eagle", "eagle3") if family == "eagle" else (family,) if family in METHODS else METHODS[1:]
 
 

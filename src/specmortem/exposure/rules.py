@@ -55,9 +55,10 @@ def _drafted_by(*families: str) -> Condition:
     def test(c: Config) -> bool | None:
         if c.speculation == NO_SPECULATION:
             return False
-        return drafter_family(c.speculation) in families if c.speculation else None
+        family = drafter_family(c.speculation)
+        return family in families if family else None
 
-    names = {"mtp": "MTP", "eagle": "EAGLE", "dflash": "DFlash"}
+    names = {"mtp": "MTP", "eagle": "EAGLE", "draft": "draft-model", "dflash": "DFlash"}
     text = f"{' or '.join(names[f] for f in families)} drafts"
     return Condition(text, test, lambda c: f"{c.speculation}{c.told('speculation')}")
 
@@ -121,7 +122,7 @@ SPECULATION = Condition(
 GRAPHS = Condition("CUDA graphs", _graphs, lambda c: f"{c.cudagraphs or 'not known'}{c.told('cudagraphs')}")
 FULL_GRAPHS = Condition("full CUDA graphs", _full_graphs, lambda c: f"{c.cudagraphs}{c.told('cudagraphs')}")
 DFLASH = _drafted_by("dflash")
-DRAFT_LOOP = _drafted_by("mtp", "eagle")
+DRAFT_LOOP = _drafted_by("mtp", "eagle", "draft")
 FLASHINFER = _equal(
     "draft_attention",
     "FLASHINFER",
