@@ -25,7 +25,7 @@ LAYERS = (
     ("affected", "judge"),
     ("study", "report", "doctor"),
     ("tools.load",),
-    ("tools.audit", "tools.engine", "tools.new", "tools.triage"),
+    ("tools.audit", "tools.check", "tools.engine", "tools.new", "tools.triage"),
     ("incidents.*",),
     ("cli",),
 )

@@ -14,6 +14,7 @@ from specmortem import __version__
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
 from specmortem.report.terminal import write_table
 from specmortem.tools.audit.command import audit, campaign
+from specmortem.tools.check.command import check
 from specmortem.tools.engine.command import engine
 from specmortem.tools.load.command import load
 from specmortem.tools.new.command import new
@@ -217,6 +218,7 @@ def incidents() -> None:
     write_table(("slug", "grade", "what broke"), [(i.slug, i.grade, i.summary) for i in loaded])
 
 
+main.add_command(check)
 main.add_command(audit)
 main.add_command(campaign)
 main.add_command(load)

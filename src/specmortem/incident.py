@@ -66,8 +66,9 @@ class Incident:
     """One incident: what judges its causes, what a configuration needs to reach them, and its random campaigns.
 
     `package` is the Python package that exports it; its module `probe` has `judge(cause, subject, device)`. `exposure`
-    has a rule a cause, `campaigns` an experiment a cause. `folder` holds incident.toml, rules.toml and the notebook of
-    an incident that lives outside the repository; None for `investigations/<slug>`.
+    has a rule a cause, `campaigns` an experiment a cause. `shown` is what has been shown of it, and on what. `folder`
+    holds incident.toml, rules.toml and the notebook of an incident that lies outside the repository; None for
+    `investigations/<slug>`.
     """
 
     slug: str
@@ -76,6 +77,7 @@ class Incident:
     exposure: Mapping[str, Rule] = field(default_factory=dict)
     campaigns: Mapping[str, Campaign] = field(default_factory=dict)
     folder: Path | None = None
+    shown: str = ""
 
     @property
     def judge(self) -> str:

@@ -1,4 +1,4 @@
-"""What the probes found on released vLLM: data/audit.csv, and the GPU runs for what a CPU cannot judge."""
+"""What the probes found on released vLLM: data/audit.csv, and audit-cuda.csv for what a CPU cannot judge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specmortem.incident import all_incidents
 from specmortem.verdict import Results, Row
 
 Status = Literal["fault", "clean", "not-present", "not-judged"]
-AUDIT = Path("data/audit.csv")
+AUDIT, ON_GPU = Path("data/audit.csv"), Path("data/audit-cuda.csv")
 RUNS = "runs/*/results.json"
 RELEASE = "vllm=="
 ABSENT: Status = "not-judged"
@@ -70,44 +70,36 @@ def released(root: Path | None = None) -> Released:
     the repository that contradicts it.
     """
     root = root or find_root()
-    found, date = _audit(root.parent / AUDIT)
+    found, date = _audit(root.parent, AUDIT)
+    on_gpu, _ = _audit(root.parent, ON_GPU)
+    found |= {key: known for key, known in on_gpu.items() if found.get(key, known).status == "not-judged"}
     book = Released(found, date)
     for path in sorted(root.glob(f"*/{RUNS}")):
         rows = [row for row in Results.load(path).rows if row.subject.startswith(RELEASE)]
-        source = str(path.relative_to(root.parent))
-        book.check(rows, source)
-        for row in rows:
-            _fill(found, row, source)
+        book.check(rows, str(path.relative_to(root.parent)))
     return book
 
 
-def _fill(found: dict[tuple[str, str], KnownVerdict], row: Row, source: str) -> None:
-    """Take the verdict of a GPU where the audit, which has none, could not judge."""
-    key = row.cause, row.subject.removeprefix(RELEASE)
-    known = found.get(key)
-    if known and known.status == "not-judged" and row.outcome != "not-judged":
-        found[key] = KnownVerdict(row.outcome, source)
-
-
-def _audit(path: Path) -> tuple[dict[tuple[str, str], KnownVerdict], str]:
+def _audit(folder: Path, name: Path) -> tuple[dict[tuple[str, str], KnownVerdict], str]:
+    path = folder / name
     try:
         with path.open(encoding="utf-8", newline="") as stream:
             lines = list(csv.DictReader(stream))
     except OSError as error:
         raise UnavailableError(f"cannot read {path}: {error.strerror or error}") from error
     try:
-        found = {(line["cause"], line["version"]): _known(line, path) for line in lines}
+        found = {(line["cause"], line["version"]): _known(line, name) for line in lines}
         return found, max(line["date"] for line in lines)
     except (KeyError, TypeError, ValueError) as error:
         raise BadInputError(f"{path} is no table of an audit: {error!r}; write it with audit --csv") from None
 
 
-def _known(line: Mapping[str, str], path: Path) -> KnownVerdict:
+def _known(line: Mapping[str, str], name: Path) -> KnownVerdict:
     status = line["status"]
     if status not in get_args(Status):
-        raise BadInputError(f"{path}: {status!r} is no status; known: {', '.join(get_args(Status))}")
+        raise BadInputError(f"{name}: {status!r} is no status; known: {', '.join(get_args(Status))}")
     Version(line["version"])
-    return KnownVerdict(status, f"{AUDIT} of {line['date']}")  # type: ignore[arg-type]
+    return KnownVerdict(status, f"{name} of {line['date']}")  # type: ignore[arg-type]
 
 
 def judged_causes() -> set[str]:

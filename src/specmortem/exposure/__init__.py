@@ -6,13 +6,14 @@ the released configuration code gave when it was run (`defaults.csv`), else thos
 are used only where the launch command is known whole.
 """
 
-from specmortem.exposure.config import NO_SPECULATION, Config, Runner, drafter_family, is_hybrid
+from specmortem.exposure.config import NO_SPECULATION, UNNAMED, Config, Runner, drafter_family, is_hybrid
 from specmortem.exposure.resolve import follows_target, resolve
 from specmortem.exposure.rules import *  # noqa: F403
 from specmortem.exposure.rules import Condition, Reach, Rule
 
 __all__ = [
     "NO_SPECULATION",
+    "UNNAMED",
     "Condition",
     "Config",
     "Reach",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -11,9 +12,11 @@ from packaging.version import InvalidVersion, Version
 Runner = Literal["v1", "v2"]
 CacheMode = Literal["none", "align", "all"]
 NO_SPECULATION = "none"
+UNNAMED = "unnamed"
 
 HYBRID_FAMILIES = (
     "qwen3next",
+    "qwen3codernext",
     "qwen35",
     "qwen36",
     "qwen38",
@@ -51,7 +54,12 @@ PURE_ATTENTION_FAMILIES = (
 )
 
 
-GDN_FAMILIES = ("qwen3next", "qwen35", "qwen36", "qwen38")
+# Qwen3-8B and its like, which without punctuation would be Qwen3.8.
+QWEN3 = re.compile(r"qwen3[-_](?:(?:coder|vl|omni)[-_])?(?:0\.6|1\.7|2|4|8|14|30|32|235|480)b")
+DENSE = re.compile(r"llama[-_.]?3|qwen2\.5[-_]\d|qwen3[-_][\d.]+b(?![-_]a\d)")
+EXPERTS = re.compile(r"moe|b[-_]a\d+b|mixtral|deepseek[-_]?(?:v2|v3|r1)|gpt[-_]oss|llama[-_]?4")
+QUANTIZED = re.compile(r"fp8|fp4|int[48]|awq|gptq|w[48]a|gguf|bnb|nvfp|mxfp|quant")
+GDN_FAMILIES = ("qwen3next", "qwen3codernext", "qwen35", "qwen36", "qwen38")
 OTHER_DRAFTERS = (
     NO_SPECULATION, "ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class", "extract_hidden_states",
 )  # fmt: skip
@@ -66,7 +74,8 @@ DRAFTER_WORDS = ("specul", "eagle", "dflash", "draft", "medusa", "mtp", "p-eagle
 class Config:
     """What is known of a running engine; None (or an empty text) is "not known".
 
-    `speculation` is the method, or `none`; `cudagraphs` the graph mode (`NONE`, `PIECEWISE`, `FULL`,
+    `speculation` is the method, `none`, or `unnamed` for a drafter whose method is not said; `own_drafter` says whether
+    the model's own configuration names one; `cudagraphs` the graph mode (`NONE`, `PIECEWISE`, `FULL`,
     `FULL_DECODE_ONLY`, `FULL_AND_PIECEWISE`). `attention` is the target's backend, `draft_attention` the drafter's.
     `gpu` is the compute capability times ten: 90 is sm_90. `complete` says that the whole launch command is known, so
     that what it leaves out has vLLM's default. `sources` tells where a field comes from, `prose` names the fields that
@@ -81,6 +90,7 @@ class Config:
     pipeline: int | None = None
     tensor: int | None = None
     speculation: str = ""
+    own_drafter: bool | None = None
     drafts: int | None = None
     cache_mode: CacheMode | None = None
     prefix_caching: bool | None = None
@@ -126,6 +136,8 @@ class Config:
 def is_hybrid(model: str) -> bool | None:
     """Whether a model has recurrent layers, by its name or architecture; None for a family that is not listed."""
     name = plain(model)
+    if QWEN3.search(model.lower()):
+        return False
     if any(family in name for family in HYBRID_FAMILIES):
         return True
     return False if any(family in name for family in PURE_ATTENTION_FAMILIES) else None
@@ -154,10 +166,20 @@ def model_kinds(config: Config) -> tuple[str, ...]:
     if config.hybrid is None:
         return ("gdn", "mamba2", "dense", "qwen3", "moe")
     if not config.hybrid:
-        return ("dense", "moe", *(("qwen3",) if not name or "qwen3" in name else ()))
+        return _of_attention(config.model.lower(), name)
     if any(family in name for family in GDN_FAMILIES):
         return ("gdn",)
     return ("mamba2",) if "nemotronh" in name else ("gdn", "mamba2")
+
+
+def _of_attention(model: str, name: str) -> tuple[str, ...]:
+    """Kinds without recurrent layers. To 0.23.0 a quantized model has the runner of a mixture of experts."""
+    if EXPERTS.search(model):
+        return ("moe",)
+    if QUANTIZED.search(model):
+        return ("dense", "moe")
+    kinds = ("dense",) if DENSE.search(model) else ("dense", "moe")
+    return (*kinds, "qwen3") if not name or "qwen3" in name else kinds
 
 
 def plain(model: str) -> str:

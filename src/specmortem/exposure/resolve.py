@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specmortem.exposure import released
-from specmortem.exposure.config import NO_SPECULATION, Config, brings_no_drafter, is_hybrid
+from specmortem.exposure.config import NO_SPECULATION, UNNAMED, Config, brings_no_drafter, is_hybrid
 
 
 def resolve(config: Config, *, assume: bool = True) -> Config:
@@ -35,7 +35,9 @@ def _plain_defaults(c: Config) -> Config:
     plain = {"pipeline": 1, "tensor": 1, "eager": False}
     for name, value in plain.items():
         c = c.with_default(name, value, "default")
-    if not c.drafts and brings_no_drafter(c.model):
+    if c.own_drafter:
+        c = c.with_default("speculation", UNNAMED, "of the model's own configuration")
+    if not c.drafts and (c.own_drafter is False or brings_no_drafter(c.model)):
         c = c.with_default("speculation", NO_SPECULATION, "default")
     if not c.eager:
         c = c.with_default("cudagraphs", "FULL_AND_PIECEWISE", "default")

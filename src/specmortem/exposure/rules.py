@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specmortem.exposure.config import NO_SPECULATION, Config, drafter_family
+from specmortem.exposure.config import NO_SPECULATION, Config, drafter_family, model_kinds
 from specmortem.exposure.resolve import resolve
 
 Reachable = Literal["yes", "no", "unknown"]
@@ -94,7 +94,14 @@ def _not_align(c: Config) -> bool | None:
 
 
 def _blocks_differ(c: Config) -> bool | None:
-    return None if c.block_size is None else True
+    """Without --block-size, and without a drafter of its own kind of blocks, attention and recurrent state of a gated
+    delta net have one size (vllm/platforms/interface.py: 0.29.0:916-925, 0.31.0:987-996); EngineCore then takes the
+    smallest of all groups (v1/engine/core.py: 0.29.0:336, 0.31.0:346).
+    """
+    if c.block_size is not None:
+        return True
+    one_size = drafter_family(c.speculation) in ("mtp", "other") and model_kinds(c) == ("gdn",)
+    return False if c.complete and one_size else None
 
 
 def _waits_for_counts(c: Config) -> bool | None:
@@ -137,7 +144,7 @@ PLANS = Condition(
 SMALL_BLOCKS = Condition(
     "blocks smaller than the recurrent state's (a --block-size, or a drafter's)",
     _blocks_differ,
-    lambda c: f"--block-size {c.block_size}",
+    lambda c: f"--block-size {c.block_size}" if c.block_size else "one size for all layers",
 )
 OLD_LOOKAHEAD = Condition(
     "a scheduler that reserves fewer slots than are drafted (to 0.22.1)",

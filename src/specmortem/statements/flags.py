@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from specmortem.exposure import NO_SPECULATION, Config, Runner, is_hybrid
+from specmortem.exposure import NO_SPECULATION, UNNAMED, Config, Runner, is_hybrid
 from specmortem.statements.config import config
 from specmortem.statements.derived import with_names
 from specmortem.statements.gpus import gpu_of
@@ -39,9 +39,10 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "prefix_caching": ("enable-prefix-caching", "prefix-caching", "prefix-cache"),
     "async_scheduling": ("async-scheduling", "async"),
     "hybrid": ("hybrid",),
+    "own_drafter": ("own-drafter",),
 }
 FIELD: Mapping[str, str] = {flag: field for field, flags in FLAGS.items() for flag in flags}
-SWITCH_FIELDS = ("eager", "prefix_caching", "async_scheduling", "hybrid")
+SWITCH_FIELDS = ("eager", "prefix_caching", "async_scheduling", "hybrid", "own_drafter")
 SWITCHES = frozenset(flag for field in SWITCH_FIELDS for flag in FLAGS[field])
 # What is no flag of `vllm serve`, and decides nothing: keys of JSON flags, variables, words of reports.
 NEUTRAL = frozenset(
@@ -53,7 +54,6 @@ NEUTRAL = frozenset(
 )  # fmt: skip
 # Flags of vLLM's that change a default which is assumed here.
 DECIDING = frozenset({"optimization-level", "o", "config", "scheduler-cls", "performance-mode"})
-UNNAMED = "unnamed"
 V2_VARIABLE = "vllm-use-v2-model-runner"
 RUNNERS: Mapping[bool | None, Runner | None] = {True: "v2", False: "v1", None: None}
 TRUE, FALSE = {"1", "true", "yes", "on", ""}, {"0", "false", "no", "off"}

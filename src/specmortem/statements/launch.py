@@ -35,7 +35,7 @@ FRONT = re.compile(
     r"|ENTRYPOINT|ExecStart|RUN|bash|sh|python3?|torchrun|nsys|profile|args|set|then|do|and|&&|;)\b[:=]?|\S*/|-m|\s)+"
 )
 FLAG = re.compile(r"(?<!\S)--?[A-Za-z]")
-CUT = re.compile(r"\.\.\.|…|<snip>|\bcut\b|\$\{?[A-Za-z_@*]|(?<!\S)--config\b")
+CUT = re.compile(r"\.\.\.|…|<snip>|\bcut\b|\$[{(]?[A-Za-z_@*?]|(?<!\S)--config\b")
 VARIABLE = re.compile(r"VLLM_USE_V2_MODEL_RUNNER[\"']?\s*[:=]\s*[\"']?(?:value:\s*[\"']?)?(\w+)")
 STATES = re.compile(r"^\W*(?:--?[A-Za-z]|[A-Za-z_][\w /.()-]{0,40}[:=]|\{)")
 LOGGED = re.compile(
@@ -82,7 +82,7 @@ def launches(text: str) -> list[Config]:
     whole = [*_starts(text), *(_command(line, rest) for line, rest in _commands(lines))]
     starts = whole or [_loose(lines)]
     shared = _lines(lines, whole=bool(whole))
-    found = [_filled(start, more) for start in starts for more in shared]
+    found = [fill(start, more) for start in starts for more in shared]
     found = [made for start in found for made in _runners(start, text)]
     return list(islice(_different(found), MOST_LAUNCHES))
 
@@ -97,7 +97,7 @@ def _different(found: Iterable[Config]) -> Iterator[Config]:
             yield config
 
 
-def _filled(first: Config, second: Config) -> Config:
+def fill(first: Config, second: Config) -> Config:
     """What the second one knows that the first does not."""
     empty = Config()
     names = [each.name for each in fields_of(Config) if each.name in second.sources]
@@ -139,7 +139,7 @@ def _loose(lines: Sequence[str]) -> Config:
         notes = stated if states(line) else told
         notes.words(words(line[:LONGEST_COMMAND]))
     first, second = stated.config(), told.config()
-    return replace(_filled(first, second), unknown=(*first.unknown, *second.unknown))
+    return replace(fill(first, second), unknown=(*first.unknown, *second.unknown))
 
 
 def states(line: str) -> bool:
@@ -155,7 +155,7 @@ def _lines(lines: Sequence[str], *, whole: bool) -> list[Config]:
     stated, told = Notes(), Notes(firm=False)
     stated.lines("\n".join(line if states(line) else "" for line in lines), signs)
     told.lines("\n".join("" if states(line) else line for line in lines), signs)
-    found = _filled(stated.config(), told.config())
+    found = fill(stated.config(), told.config())
     if whole:
         found = replace(found, prose=frozenset())
     return [replace(found, version=release) for release in _releases(lines)] or [found]

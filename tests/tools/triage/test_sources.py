@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specmortem.errors import BadInputError, UnavailableError
-from specmortem.tools.triage import sources, triage, triage_text
+from specmortem.statements import sources
+from specmortem.tools.triage import triage, triage_text
 from specmortem.tools.triage.render import as_html, as_markdown, as_text
 
 from . import logs

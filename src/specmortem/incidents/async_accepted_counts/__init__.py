@@ -36,6 +36,7 @@ def _completions(mode: str) -> Campaign:
 INCIDENT = Incident(
     slug="async-accepted-counts",
     package=__name__,
+    shown="by released functions under a forced order of the copy; on whole engines not seen",
     probes=(
         _probe(
             "stale-count-none",

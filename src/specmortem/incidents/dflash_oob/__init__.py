@@ -29,6 +29,7 @@ def _v2(cause: str, title: str) -> Probe:
 INCIDENT = Incident(
     slug="dflash-oob",
     package=__name__,
+    shown="by released kernels; the chain of causes on this package's own arms, no fault in runs of whole engines",
     probes=(
         _v1("v1-rejected-equals-context", "V1: the last valid position of a request without one"),
         Probe(

@@ -33,6 +33,7 @@ _UPLOAD = ((files.TORCH_UTILS, "async_tensor_h2d"),)
 INCIDENT = Incident(
     slug="mtp-draft-loop",
     package=__name__,
+    shown="by released code, and as an illegal address on whole vLLM 0.24.0 under a load made for it",
     probes=(
         Probe(
             "plan-staging-reuse",

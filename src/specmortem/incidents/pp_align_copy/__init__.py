@@ -23,6 +23,7 @@ def _probe(cause: str, title: str, needs: Needs = "any") -> Probe:
 INCIDENT = Incident(
     slug="pp-align-copy",
     package=__name__,
+    shown="by the released state class and kernels; on whole engines not run",
     probes=(
         _probe("batch-row-index", "state is copied through the block ids of another request"),
         _probe(

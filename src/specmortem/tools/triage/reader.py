@@ -8,10 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from specmortem.statements import sources
 from specmortem.statements.engine_re import compile_text, literals
 from specmortem.statements.facts import PROSE, STATED, Fact
 from specmortem.statements.signs import Found, all_signs, data
-from specmortem.tools.triage import controls, sources, symptoms
+from specmortem.tools.triage import controls, symptoms
 from specmortem.tools.triage.prefixes import LogRecord, records
 
 READ_WHOLE = 256 << 10  # bytes at the beginning of a file

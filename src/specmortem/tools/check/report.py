@@ -1,0 +1,189 @@
+"""Launches judged: the answer of each, the way out, and what is missing where the answer is unknown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specmortem.affected.answers import Answer, Answers, IncidentAnswer, Verdicts, answer, joint, of_release
+from specmortem.affected.released import KnownVerdict, released
+from specmortem.affected.targets import Advice, Target, advise
+from specmortem.exposure import Config, resolve
+from specmortem.incident import all_incidents, facts
+from specmortem.tools.check.understand import Understood
+
+EXIT_CODES: dict[Answer, int] = {"not-affected": 0, "affected": 1, "unknown": 3}
+# What settles a condition that is not told, by a word of its text.
+ASKS = {
+    "runner": "the whole launch command with its variables, or the log of the start",
+    "hybrid": "the model's name, or its config.json",
+    "drafts": "--speculative-config, or config.json of the model (it may bring a drafter)",
+    "speculative": "--speculative-config, or config.json of the model (it may bring a drafter)",
+    "mamba_cache_mode": "--enable-prefix-caching, or the log of the start",
+    "asynchronous": "--async-scheduling, or the log of the start",
+    "FlashInfer": "the GPU, and attention_backend of --speculative-config",
+    "plan": "the GPU",
+    "graphs": "--enforce-eager or the graph mode",
+    "pipeline": "--pipeline-parallel-size",
+    "requests": "--max-num-seqs",
+    "blocks": "--block-size",
+    "prefix": "--enable-prefix-caching",
+}
+SHOWN = (
+    "version", "model", "hybrid", "runner", "speculation", "drafts", "cache_mode", "async_scheduling", "pipeline",
+    "prefix_caching", "attention", "draft_attention", "cudagraphs",
+    "max_num_seqs", "block_size", "kv_cache_dtype", "gpu",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One launch with its answers; `subject` is the vLLM that was judged where it is not a release on record."""
+
+    name: str
+    config: Config
+    answers: Answers
+    advice: Advice
+    subject: str = ""
+
+    @property
+    def understood(self) -> dict[str, dict[str, Any]]:
+        """The effective configuration, each value with where it came from."""
+        known = resolve(self.config)
+        found = {name: getattr(known, name) for name in SHOWN}
+        return {
+            name: {"value": value, "source": known.sources.get(name, "")}
+            for name, value in found.items()
+            if value not in (None, "")
+        }
+
+    @property
+    def assumed(self) -> list[str]:
+        """Fields that nothing states, with what was taken for them."""
+        stated = self.config.sources
+        return [name for name in self.understood if name not in stated]
+
+    @property
+    def missing(self) -> list[str]:
+        """What would settle what is unknown."""
+        if not self.config.version and not self.subject:
+            return ["--vllm, the release"]
+        causes = [each for one in self.answers.named("unknown") for each in one.deciding]
+        asks = [ask for each in causes for ask in _asks(each.reach.reason, each.reach.reachable)]
+        unjudged = [each for each in causes if each.verdict.status == "not-judged" and not each.rule.links]
+        if unjudged and not self.subject:
+            asks.append(f"verdicts on this release: specmortem audit vllm=={self.config.version}")
+        return list(dict.fromkeys(asks))
+
+    @property
+    def target(self) -> Target | None:
+        """Where to go; None where nothing safe is on record."""
+        return self.advice.best
+
+    def commands(self, one: IncidentAnswer) -> list[str]:
+        """Command lines for an incident: the way out, which is the same for all, and the evidence."""
+        subject = self.subject or f"vllm=={self.config.version}"
+        found = []
+        if one.answer == "affected":
+            found += [way for way in map(_way, (self.advice.move, self.advice.stay)) if way]
+        return (
+            [*found, f"specmortem audit {subject} --incident {one.incident}"]
+            if self.config.version
+            else found
+        )
+
+
+def _way(target: Target | None) -> str:
+    if target is None:
+        return ""
+    moved = f"pip install vllm=={target.release}" if target.release else ""
+    flags = f"vllm serve … {' '.join(target.flags)}" if target.flags else ""
+    return "; ".join(filter(None, [moved, flags]))
+
+
+def _asks(reason: str, reachable: str) -> list[str]:
+    """What would settle the conditions that a reason names."""
+    if reachable != "unknown":
+        return []
+    return [ask for word, ask in ASKS.items() if re.search(word, reason)] or [reason]
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """All launches that the inputs stated."""
+
+    checked: tuple[Checked, ...]
+
+    @property
+    def answer(self) -> Answer:
+        """The worst of them."""
+        return joint(each.answers.answer for each in self.checked)
+
+    @property
+    def worst(self) -> Checked:
+        """The launch to speak of where one is asked for."""
+        return next(each for each in self.checked if each.answers.answer == self.answer)
+
+    @property
+    def exit_code(self) -> int:
+        """0 not affected, 1 affected, 3 not enough to say."""
+        return EXIT_CODES[self.answer]
+
+
+Judge = Callable[[str, Sequence[str]], Verdicts]
+
+
+def check(cases: Sequence[Understood], subject: str = "", judge: Judge | None = None) -> CheckReport:
+    """Answer for every launch; `judge` gives verdicts of a subject that is not a release on record."""
+    return CheckReport(tuple(_checked(case, subject, judge) for case in cases))
+
+
+def _checked(case: Understood, subject: str, judge: Judge | None) -> Checked:
+    config = case.config
+    if subject and judge:
+        verdicts = judge(subject, [cause for cause, _ in _reachable(config)])
+        answers = answer(config, verdicts)
+        return Checked(case.name, config, answers, _moves_only(config), subject)
+    return Checked(case.name, config, answer(config, of_release(config.version)), advise(config))
+
+
+def _moves_only(config: Config) -> Advice:
+    """A build that is no release has no advice to stay; the releases on record are offered."""
+    advice = advise(config)
+    return Advice(None, advice.move)
+
+
+def _reachable(config: Config) -> list[tuple[str, str]]:
+    """Causes that a probe judges and that the launch may reach, with their incidents."""
+    return [
+        (probe.cause, one.slug)
+        for one in all_incidents().values()
+        for probe in one.probes
+        if one.exposure[probe.cause].reaches(config).reachable != "no"
+    ]
+
+
+def judged_now(subject: str, causes: Sequence[str]) -> Verdicts:
+    """Verdicts of this moment on a tree, an archive or what is installed."""
+    from specmortem.judge import judge_many
+
+    found = judge_many([(cause, subject) for cause in causes])
+    known = {
+        cause: KnownVerdict(
+            "not-present" if verdict.evidence.detail.get("absent") else verdict.outcome, subject
+        )
+        for cause, verdict in zip(causes, found, strict=True)
+    }
+    return lambda cause: known.get(cause) or KnownVerdict("not-judged", f"not judged on {subject}")
+
+
+def title(slug: str, cause: str) -> str:
+    """What a cause is called."""
+    return facts(slug).cause(cause).title
+
+
+def date() -> str:
+    """Of the verdicts on record."""
+    return released().date

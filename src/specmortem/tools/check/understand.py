@@ -1,0 +1,90 @@
+"""Inputs to launches: files that go together are joined, what contradicts each other is judged apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from packaging.version import InvalidVersion, Version
+
+from specmortem.errors import BadInputError
+from specmortem.exposure import Config
+from specmortem.statements.launch import fill, launches, says_anything
+from specmortem.tools.check.inputs import Input
+
+APART = ("version", "model", "speculation", "runner", "pipeline", "drafts", "cache_mode", "gpu")
+MOST_CASES = 64
+OPTION = "--vllm"
+
+
+@dataclass(frozen=True)
+class Understood:
+    """One launch to judge: what is known of it, and the inputs that said it."""
+
+    name: str
+    config: Config
+
+
+def understand(inputs: Sequence[Input], release: str = "") -> list[Understood]:
+    """The launches that the inputs state, each once. `release` overrides what they say of the version.
+
+    Raises BadInputError where nothing in them says how vLLM runs, and for inputs of too many launches.
+    """
+    whole: list[Understood] = []
+    parts: list[Understood] = []
+    for each in inputs:
+        for config in launches(each.text):
+            (whole if config.complete else parts).append(Understood(each.name, config))
+    said = [each for each in (*whole, *parts) if says_anything(each.config)]
+    if not said and not release:
+        names = ", ".join(each.name for each in inputs) or "no input"
+        raise BadInputError(
+            f"{names}: nothing in it says how vLLM runs; give a launch command, its log, or key=value words"
+        )
+    cases = _joined([each for each in whole if each in said], [each for each in parts if each in said])
+    if len(cases) > MOST_CASES:
+        raise BadInputError(f"{len(cases)} launches are more than {MOST_CASES}; give fewer files at a time")
+    return [_on(each, release) for each in cases] or [Understood(OPTION, _version(Config(), release))]
+
+
+def _joined(whole: Sequence[Understood], parts: Sequence[Understood]) -> list[Understood]:
+    """Fragments go to every launch that they do not contradict, and stand alone where they contradict all."""
+    cases = list(whole)
+    for part in parts:
+        fitting = [at for at, case in enumerate(cases) if _fits(case.config, part.config)]
+        for at in fitting:
+            name = (
+                cases[at].name
+                if part.name in cases[at].name.split(" + ")
+                else f"{cases[at].name} + {part.name}"
+            )
+            cases[at] = Understood(name, fill(cases[at].config, part.config))
+        if not fitting:
+            cases.append(part)
+    return cases
+
+
+def _fits(one: Config, other: Config) -> bool:
+    """Whether nothing that both state differs."""
+    pairs = ((getattr(one, name), getattr(other, name)) for name in APART)
+    return all(a == b for a, b in pairs if a not in (None, "") and b not in (None, ""))
+
+
+def _on(case: Understood, release: str) -> Understood:
+    return Understood(case.name, _version(case.config, release)) if release else case
+
+
+def _version(config: Config, release: str) -> Config:
+    return replace(config, version=release, sources={**config.sources, "version": OPTION})
+
+
+def release_of(text: str) -> str:
+    """The release that `--vllm` names as 0.28.0, v0.28.0 or vllm==0.28.0. Raises BadInputError for what is none."""
+    bare = re.sub(r"^(?:vllm==|v)", "", text.strip())
+    try:
+        return str(Version(bare))
+    except InvalidVersion:
+        raise BadInputError(
+            f"--vllm {text}: give a release such as 0.28.0, installed, tree:DIR, wheel:FILE or sdist:FILE"
+        ) from None
