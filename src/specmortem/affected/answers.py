@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from specmortem.affected.released import KnownVerdict, Released, released
-from specmortem.exposure import Config, Reach, Rule
-from specmortem.incident import Incident, all_incidents
+from specmortem.exposure import Config, Reach, Resolved, Rule
+from specmortem.incident import Incident, all_incidents, rules
 
 Answer = Literal["affected", "not-affected", "unknown"]
 Verdicts = Callable[[str], KnownVerdict]
@@ -91,8 +91,8 @@ def joint(answers: Iterable[Answer]) -> Answer:
 
 def answer(config: Config, verdicts: Verdicts | None = None) -> Answers:
     """Judge a launch; `verdicts` gives those of its vLLM, by default the ones on record for its release."""
-    known = verdicts or of_release(config.version)
-    return Answers(config, tuple(_incident(one, config, known) for one in all_incidents().values()))
+    known, launch = verdicts or of_release(config.version), Resolved(config)
+    return Answers(config, tuple(_incident(one, launch, known) for one in all_incidents().values()))
 
 
 def of_release(release: str, book: Released | None = None) -> Verdicts:
@@ -101,16 +101,16 @@ def of_release(release: str, book: Released | None = None) -> Verdicts:
     return lambda cause: book.of(cause, release)
 
 
-def _incident(one: Incident, config: Config, verdicts: Verdicts) -> IncidentAnswer:
-    judged = [_cause(cause, rule, config, verdicts) for cause, rule in one.exposure.items()]
+def _incident(one: Incident, launch: Resolved, verdicts: Verdicts) -> IncidentAnswer:
+    judged = [_cause(cause, rule, launch, verdicts) for cause, rule in one.exposure.items()]
     causes = tuple(each for each in judged if each.rule.decides)
     others = tuple(each for each in judged if not each.rule.decides)
     return IncidentAnswer(one.slug, joint(each.answer for each in causes), causes, others)
 
 
-def _cause(cause: str, rule: Rule, config: Config, verdicts: Verdicts) -> CauseAnswer:
-    reach = rule.reaches(config)
-    verdict = _chain(rule, config, verdicts) if rule.links else verdicts(cause)
+def _cause(cause: str, rule: Rule, launch: Resolved, verdicts: Verdicts) -> CauseAnswer:
+    reach = rule.of(launch)
+    verdict = _chain(rule, launch, verdicts) if rule.links else verdicts(cause)
     return CauseAnswer(cause, _answer(verdict, reach), verdict, reach, rule)
 
 
@@ -120,20 +120,15 @@ def _answer(verdict: KnownVerdict, reach: Reach) -> Answer:
     return "affected" if (reach.reachable, verdict.status) == ("yes", "fault") else "unknown"
 
 
-def _chain(rule: Rule, config: Config, verdicts: Verdicts) -> KnownVerdict:
+def _chain(rule: Rule, launch: Resolved, verdicts: Verdicts) -> KnownVerdict:
     """A chain is at fault where every link is, and clean where one of them is clean or not reached."""
-    rules = _rules()
+    known = rules()
     links = [
-        joint(_answer(verdicts(cause), rules[cause].reaches(config)) for cause in group)
-        for group in rule.links
+        joint(_answer(verdicts(cause), known[cause].of(launch)) for cause in group) for group in rule.links
     ]
     if "not-affected" in links:
         return KnownVerdict("clean", OF_CHAINS)
     return KnownVerdict("not-judged" if "unknown" in links else "fault", OF_CHAINS)
-
-
-def _rules() -> dict[str, Rule]:
-    return {cause: rule for one in all_incidents().values() for cause, rule in one.exposure.items()}
 
 
 def on_release(config: Config, release: str) -> Config:

@@ -9,7 +9,7 @@ are used only where the launch command is known whole.
 from specmortem.exposure.config import NO_SPECULATION, UNNAMED, Config, Runner, drafter_family, is_hybrid
 from specmortem.exposure.resolve import follows_target, resolve
 from specmortem.exposure.rules import *  # noqa: F403
-from specmortem.exposure.rules import Condition, Reach, Rule
+from specmortem.exposure.rules import Condition, Reach, Resolved, Rule
 
 __all__ = [
     "NO_SPECULATION",
@@ -17,6 +17,7 @@ __all__ = [
     "Condition",
     "Config",
     "Reach",
+    "Resolved",
     "Rule",
     "Runner",
     "drafter_family",

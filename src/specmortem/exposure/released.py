@@ -22,14 +22,23 @@ METHODS = (NO_SPECULATION, "mtp", "eagle", "eagle3", "dflash", "ngram", "suffix"
 
 def default(config: Config, name: str) -> str:
     """The value of a column for a launch; an empty text where it cannot be told."""
-    values = {row[name] for row in _matching(config)}
-    return values.pop() if len(values) == 1 else ""
-
-
-def _matching(config: Config) -> Iterator[DefaultRow]:
     kinds, methods = model_kinds(config), _methods(config.speculation.lower())
     pipelines = {None: ("1", "2"), 1: ("1",)}.get(config.pipeline, ("2",))
-    for row in _of(config.version):
+    values = _values(name, config.version, kinds, methods, pipelines)
+    return next(iter(values)) if len(values) == 1 else ""
+
+
+@cache
+def _values(
+    name: str, version: str, kinds: tuple[str, ...], methods: tuple[str, ...], pipelines: tuple[str, ...]
+) -> frozenset[str]:
+    return frozenset(row[name] for row in _matching(version, kinds, methods, pipelines))
+
+
+def _matching(
+    version: str, kinds: tuple[str, ...], methods: tuple[str, ...], pipelines: tuple[str, ...]
+) -> Iterator[DefaultRow]:
+    for row in _of(version):
         if row["model"] in kinds and row["method"] in methods and row["pipeline"] in pipelines:
             yield row
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from specmortem.exposure.config import NO_SPECULATION, Config, drafter_family, model_kinds
@@ -164,6 +165,29 @@ def drafts(least: int) -> Condition:
     return _at_least("drafts", least, f"{least} or more drafts a step")
 
 
+class Resolved:
+    """A configuration with what follows from it, worked out once."""
+
+    def __init__(self, config: Config) -> None:
+        """Nothing is worked out before it is asked for."""
+        self.config = config
+
+    @property
+    def firm(self) -> bool:
+        """Whether nothing of it is assumed, or said in a sentence alone."""
+        return self.config.complete and not self.config.prose
+
+    @cached_property
+    def known(self) -> Config:
+        """With all that is said, and the runner that is assumed."""
+        return resolve(self.config)
+
+    @cached_property
+    def without_prose(self) -> Config:
+        """With what can rule a cause out."""
+        return resolve(self.config.without_prose(), assume=False)
+
+
 @dataclass(frozen=True)
 class Rule:
     """What a cause needs of the configuration, and what it needs beside it that no flag tells.
@@ -188,10 +212,14 @@ class Rule:
 
         What only sentences state does not rule it out.
         """
-        reach = self._of(resolve(config))
-        if reach.reachable != "no" or (config.complete and not config.prose):
+        return self.of(Resolved(config))
+
+    def of(self, launch: Resolved) -> Reach:
+        """The same for a configuration that several rules look at."""
+        reach = self._of(launch.known)
+        if reach.reachable != "no" or launch.firm:
             return reach
-        without = self._of(resolve(config.without_prose(), assume=False))
+        without = self._of(launch.without_prose)
         if without.reachable == "no":
             return without
         return Reach("unknown", f"{reach.reason}; but no launch command says so")
