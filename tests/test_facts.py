@@ -19,8 +19,8 @@ notebook = "01-toy.ipynb"
 [impact]
 who = "everyone"
 symptom = ["a crash", "a hang"]
-exposed = "async scheduling"
-tonight = ["upgrade"]
+log = "toy: bang"
+mechanism = "A toy read past its row."
 
 [environment]
 gpu = "any"
@@ -86,7 +86,7 @@ def test_reads_every_table(tmp_path):
     toy = facts.load("toy", write(tmp_path, GOOD))
     assert toy.impact.who == ("everyone",)
     assert toy.impact.symptom == ("a crash", "a hang")
-    assert toy.impact.not_exposed == ()
+    assert toy.impact.notes == ()
     assert toy.environment == {"gpu": "any"}
     assert toy.timeline[0].date == "2026-01-02"
     assert toy.hypotheses[0].causes == ("late-copy",)
@@ -146,7 +146,9 @@ def test_every_grade_has_a_meaning():
             "[[workarounds]] 'sync': unknown key 'costs'; known: id, action, cost",
         ),
         ('who = "everyone"', 'whom = "everyone"', "[impact]: unknown key 'whom'"),
-        ('tonight = ["upgrade"]\n', "", "[impact]: tonight is missing"),
+        ('log = "toy: bang"\n', "", "[impact]: log is missing"),
+        ('log = "toy: bang"', 'log = "0.24.0 is clean"', "[impact]: log: '0.24.0' says who is affected"),
+        ('"A toy broke."', '"Run with --enforce-eager."', "summary: '--enforce-eager' says who is affected"),
         ('gpu = "any"', "gpu = 1", "[environment]: gpu must be text"),
         ('title = "Toy incident"', "titel = 1", "top level: unknown key 'titel'"),
         (

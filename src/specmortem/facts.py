@@ -7,9 +7,10 @@ target, a key that the format does not know is an error.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
 from functools import cache
 from importlib import metadata, util
@@ -28,6 +29,8 @@ HOME_VARIABLE = "SPECMORTEM_HOME"
 FOLDERS_VARIABLE = "SPECMORTEM_INCIDENTS"
 GROUP = "specmortem.incidents"  # of entry points, each an incident of another distribution
 Grade = Literal["demonstrated", "reproduced", "reported", "open"]
+# What a first screen may not say in words: a release, a flag, a variable.
+ASSERTS = re.compile(r"(?<![\w.])\d+\.\d+\.\d+|(?<!\S)--[a-z][\w-]+|\bVLLM_[A-Z_]+")
 HypothesisVerdict = Literal["supported", "refuted", "open"]
 Needs = Literal["cpu", "gpu"]
 
@@ -56,13 +59,16 @@ class Lines(tuple[str, ...]):
 
 
 class Impact(Value, frozen=True):
-    """Who was hit, and what to do about it tonight."""
+    """Who was hit and how it looks: `log` is a line to search for, `mechanism` two sentences, `notes` what explains.
+
+    All but the notes stand on the first screen and name no release and no flag: those are computed.
+    """
 
     who: Lines
     symptom: Lines
-    exposed: Lines
-    tonight: Lines
-    not_exposed: Lines = Lines()
+    log: Text
+    mechanism: Text
+    notes: Lines = Lines()
 
 
 class TimelineEvent(Value, frozen=True):
@@ -305,6 +311,11 @@ def _check(incident: Facts, slug: str, file: str) -> None:
     """What types alone cannot say: slug, ids, references and version specifiers."""
     if incident.slug != slug:
         raise BadInputError(f"{file}: top level: slug {incident.slug!r} differs from its folder {slug!r}")
+    for name, text in _first_screen(incident):
+        if found := ASSERTS.search(text):
+            raise BadInputError(
+                f"{file}: {name}: {found[0]!r} says who is affected or what to do, which is computed; say it in notes"
+            )
     for table in ("hypotheses", "claims", "causes", "workarounds"):
         _check_unique([entry.id for entry in getattr(incident, table)], f"{file}: [[{table}]]")
     causes, workarounds = ({e.id for e in t} for t in (incident.causes, incident.workarounds))
@@ -315,6 +326,15 @@ def _check(incident: Facts, slug: str, file: str) -> None:
     for cause in incident.causes:
         _check_known(cause.workarounds, workarounds, f"{file}: [[causes]] {cause.id!r}: workarounds")
         _check_specifier(cause.affected, f"{file}: [[causes]] {cause.id!r}: affected")
+
+
+def _first_screen(incident: Facts) -> Iterator[tuple[str, str]]:
+    """The sentences that a reader meets first, with their places."""
+    impact = incident.impact
+    yield from (("title", incident.title), ("summary", incident.summary))
+    yield from (("[impact]: log", impact.log), ("[impact]: mechanism", impact.mechanism))
+    for name in ("who", "symptom"):
+        yield from ((f"[impact]: {name}", text) for text in getattr(impact, name))
 
 
 def _check_unique(ids: list[str], where: str) -> None:

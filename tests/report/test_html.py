@@ -57,9 +57,10 @@ def test_the_summary_box_comes_first_and_is_computed(facts):
     text = page(facts, found=results())
     box = text[text.index('class="summary"') : text.index("<nav")]
     for said in (
+        "toy: &lt;bang&gt; &amp; gone",
         "one word &amp; more",
         "two requests at once",
-        "upgrade to 0.24.0",
+        "says &lt;everyone&gt;",
         "not on a release",
         "4 of 4",
     ):

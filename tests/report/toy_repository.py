@@ -16,9 +16,9 @@ notebook = "01-{slug}.ipynb"
 [impact]
 who = "everyone who plays"
 symptom = "a crash"
-exposed = ["two requests at once", "CUDA graphs"]
-not_exposed = "one request"
-tonight = "upgrade to 0.24.0"
+log = "toy: <bang> & gone"
+mechanism = "A toy kernel read one word & more past its row."
+notes = ["two requests at once", "fixed in 0.24.0, says <everyone>"]
 
 [[claims]]
 id = "main"

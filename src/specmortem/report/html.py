@@ -18,6 +18,7 @@ from markupsafe import Markup
 from nbconvert.exporters import HTMLExporter
 
 from specmortem import facts as fact_files
+from specmortem.affected.screen import safest
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.facts import Facts
 from specmortem.report.selfcontained import check_self_contained
@@ -122,7 +123,7 @@ def page(
 
 def index_page(entries: Iterable[tuple[RunRecord, Summary | None]]) -> str:
     """The page that lists the postmortems of a run."""
-    return standalone(TEMPLATES, "index.html.j2", INDEX, entries=list(entries))
+    return standalone(TEMPLATES, "index.html.j2", INDEX, entries=list(entries), safest=safest().text)
 
 
 def standalone(folder: Path, template: str, name: str, **context: Any) -> str:

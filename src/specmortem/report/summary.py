@@ -10,6 +10,8 @@ from itertools import groupby
 
 from packaging.version import Version
 
+from specmortem.affected.released import released
+from specmortem.affected.screen import Exposure, exposure
 from specmortem.errors import BadInputError
 from specmortem.facts import GRADE_MEANING, Cause, Claim, Facts
 from specmortem.report.terminal import MARKS
@@ -82,6 +84,11 @@ class Summary:
     date: str
 
     @property
+    def exposure(self) -> Exposure:
+        """Who is affected, as it is computed for every page, the index, the README and the commands."""
+        return exposure(self.incident.slug)
+
+    @property
     def grade_meaning(self) -> str:
         """What the grade of the main claim means."""
         return GRADE_MEANING[self.incident.grade]
@@ -118,9 +125,11 @@ class Summary:
 def summarize(incident: Facts, results: Results | None, date: str = "") -> Summary:
     """The summary of an incident after a run.
 
-    Raises BadInputError when a row names a cause that the incident does not have.
+    Raises BadInputError when a row names a cause that the incident does not have, or contradicts what is on record of
+    a release.
     """
     rows = results.rows if results else ()
+    released().check((row for row in rows if row.subject.startswith("vllm==")), "this run")
     for row in rows:
         if row.cause not in (known := [c.id for c in incident.causes]):
             raise BadInputError(
