@@ -108,7 +108,7 @@ def test_probe_exit_code_is_that_of_the_worst_subject(probes, subjects, code):
 def test_probe_shows_verdict_and_evidence(probes):
     output = " ".join(invoke("probe", "past-end").output.split())
     assert "Read past the end" in output
-    assert "before fault reads past row 1 kernel.py:3" in output
+    assert "before: past-end: fault: kernel.py:3: Read past the end; reads past row 1" in output
 
 
 def test_probe_json_is_nothing_but_json(probes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ import click
 
 from specmortem import __version__
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
-from specmortem.report.terminal import write_table
+from specmortem.report.examples import examples
+from specmortem.report.terminal import finding_line, write_lines, write_table
 from specmortem.tools.audit.command import audit, campaign
 from specmortem.tools.check.command import check
 from specmortem.tools.engine.command import engine
@@ -28,7 +30,29 @@ INTERRUPTED = 130
 
 
 class _Commands(click.Group):
-    """Errors of this package become one line and exit code 2, Ctrl-C one line and 130."""
+    """Every error becomes one line and exit code 2, Ctrl-C one line and 130."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """As click does, with its errors of usage in the one style."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, False, **extra)
+        try:
+            sys.exit(super().main(args, prog_name, complete_var, False, **extra) or 0)
+        except click.exceptions.Abort:
+            click.echo("specmortem: interrupted", err=True)
+            sys.exit(INTERRUPTED)
+        except click.ClickException as error:
+            path = getattr(getattr(error, "ctx", None), "command_path", "specmortem")
+            told = " ".join(error.format_message().split()).rstrip(".")
+            click.echo(f"specmortem: error: {told}; see {path} --help", err=True)
+            sys.exit(2)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -58,7 +82,9 @@ def main(folders: tuple[Path, ...]) -> None:
         os.environ["SPECMORTEM_INCIDENTS"] = os.pathsep.join(filter(None, given))
 
 
-@main.command()
+@main.command(
+    epilog=examples("specmortem run async-accepted-counts --quick", "specmortem run --all --jobs 2 --out out")
+)
 @click.argument("slugs", metavar="[SLUG]...", nargs=-1)
 @click.option("--all", "every", is_flag=True, help="Every incident, then the overview.")
 @click.option("--device", type=DEVICES, default="auto", show_default=True)
@@ -112,7 +138,12 @@ def run(
     ctx.exit(max(result.exit_code for result in results))
 
 
-@main.command()
+@main.command(
+    epilog=examples(
+        "specmortem render out/pp-align-copy/executed.ipynb",
+        "specmortem render executed.ipynb --out page.html",
+    )
+)
 @click.argument("executed", type=click.Path(path_type=Path), metavar="EXECUTED.ipynb")
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="FILE", help="By default beside the notebook."
@@ -124,7 +155,12 @@ def render(executed: Path, out: Path | None) -> None:
     click.echo(html.render(executed, out))
 
 
-@main.command()
+@main.command(
+    epilog=examples(
+        "specmortem probe v2-null-block --subject vllm==0.24.0",
+        "specmortem probe batch-row-index --subject tree:/path/to/vllm --format json",
+    )
+)
 @click.argument("cause")
 @click.option(
     "--subject",
@@ -156,12 +192,17 @@ def probe(ctx: click.Context, cause: str, subjects: tuple[str, ...], device: str
         rows = [{"cause": cause, "subject": s, **v.as_dict()} for s, v in verdicts.items()]
         click.echo(json.dumps(rows, indent=1, ensure_ascii=False))
     else:
-        _print_verdicts(f"{cause}: {title}", verdicts)
+        _print_verdicts(cause, title, verdicts)
     outcomes = {verdict.outcome for verdict in verdicts.values()}
     ctx.exit(1 if "fault" in outcomes else 2 if lost else 3 if "not-judged" in outcomes else 0)
 
 
-@main.command()
+@main.command(
+    epilog=examples(
+        "specmortem triage server.log client.txt",
+        "zcat server.log.gz | specmortem triage - --format markdown",
+    )
+)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option(
     "--format",
@@ -184,7 +225,9 @@ def triage(ctx: click.Context, files: tuple[str, ...], form: str) -> None:
     ctx.exit({triages.NONE: 1, triages.INSUFFICIENT: 3}.get(found.answer, 0))
 
 
-@main.command()
+@main.command(
+    epilog=examples("specmortem doctor", "specmortem doctor --engine --python /opt/vllm/bin/python")
+)
 @click.option("--engine", "engines", is_flag=True, help="Say what whole engines lack instead.")
 @click.option(
     "--python", "place", metavar="PYTHON|DIR:DIR", help="With --engine: where vLLM is, if not here."
@@ -209,13 +252,30 @@ def doctor(ctx: click.Context, engines: bool, place: str | None) -> None:
     ctx.exit(int(any(check.required and check.word == "missing" for check in checks)))
 
 
-@main.command()
+@main.command(epilog=examples("specmortem incidents", "specmortem --incidents DIR incidents"))
 def incidents() -> None:
-    """List the incidents."""
+    """List the incidents, one line each, with the releases at which a common launch is affected."""
     from specmortem import facts
+    from specmortem.affected.screen import exposure
 
     loaded = [facts.load(slug) for slug in facts.all_slugs()]
-    write_table(("slug", "grade", "what broke"), [(i.slug, i.grade, i.summary) for i in loaded])
+    rows = [(i.slug, i.grade, exposure(i.slug).affected or "none on record", i.title) for i in loaded]
+    write_table(("slug", "grade", "affected vllm", "what broke"), rows)
+
+
+@main.command(
+    epilog=examples("specmortem show async-accepted-counts", "specmortem show pp-align-copy --print")
+)
+@click.argument("slug")
+@click.option("--print", "only_path", is_flag=True, help="Print the path instead of opening it.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("out"), show_default=True, metavar="DIR")
+def show(slug: str, only_path: bool, out: Path) -> None:
+    """Open the page of an incident: the one of your last run in DIR, else the reference run of the repository."""
+    from specmortem.report.html import find_page
+
+    page = find_page(slug, out)
+    if only_path or click.launch(page.as_uri()) != 0:
+        click.echo(page)
 
 
 main.add_command(check)
@@ -255,9 +315,20 @@ def _print_runs(results: Iterable[RunResult]) -> None:
     write_table(("slug", "status", "fault", "clean", "not judged", "time", "reason"), rows)
 
 
-def _print_verdicts(title: str, verdicts: Mapping[str, Verdict]) -> None:
+def _print_verdicts(cause: str, title: str, verdicts: Mapping[str, Verdict]) -> None:
+    """On a terminal a table, off it one line a verdict, with the cause whole."""
+    from rich.console import Console
+
+    console = Console()
     rows = [
         (subject, found.outcome, found.evidence.reason or found.evidence.observed, found.evidence.place)
         for subject, found in verdicts.items()
     ]
-    write_table(("subject", "verdict", "evidence", "place"), rows, title)
+    if console.is_terminal:
+        write_table(("subject", "verdict", "evidence", "place"), rows, f"{cause}: {title}", console)
+        return
+    lines = (
+        finding_line(subject, cause, verdict, place, "; ".join(filter(None, [title, told])))
+        for subject, verdict, told, place in rows
+    )
+    write_lines(lines, console)

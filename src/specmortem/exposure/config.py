@@ -77,10 +77,10 @@ class Config:
     `speculation` is the method, `none`, or `unnamed` for a drafter whose method is not said; `own_drafter` says whether
     the model's own configuration names one; `cudagraphs` the graph mode (`NONE`, `PIECEWISE`, `FULL`,
     `FULL_DECODE_ONLY`, `FULL_AND_PIECEWISE`). `attention` is the target's backend, `draft_attention` the drafter's.
-    `gpu` is the compute capability times ten: 90 is sm_90. `complete` says that the whole launch command is known, so
-    that what it leaves out has vLLM's default. `sources` tells where a field comes from, `prose` names the fields that
-    only sentences state, which may speak of another launch: they never rule a cause out. `unknown` lists flags that
-    were given and are not read.
+    `gpu` is the compute capability times ten: 90 is sm_90. `launched` says that a command or the start of an engine states
+    it, and `complete` that all of it is known, so that what it leaves out has vLLM's default. `sources` tells where a
+    field comes from, `prose` names the fields that only sentences state, which may speak of another launch: they never
+    rule a cause out. `unknown` lists flags that were given and are not read.
     """
 
     version: str = ""
@@ -104,6 +104,7 @@ class Config:
     draft_kv_cache_dtype: str = ""
     max_num_seqs: int | None = None
     gpu: int | None = None
+    launched: bool = False
     complete: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
     prose: frozenset[str] = frozenset()

@@ -74,6 +74,21 @@ def render(executed: Path, out: Path | None = None, root: Path | None = None) ->
     return write_atomically(out or executed.with_name(PAGE), page(notebook, incident, loaded, run, older))
 
 
+def find_page(slug: str, out: Path, root: Path | None = None) -> Path:
+    """The page of an incident: of the run in `out`, else the newest reference run of the repository.
+
+    Raises BadInputError for an unknown slug, UnavailableError where there is no page.
+    """
+    home = fact_files.homes(root).get(slug)
+    if home is None:
+        raise BadInputError(f"no incident {slug!r}; known: {', '.join(fact_files.homes(root))}")
+    places = [out / slug / PAGE, home / "runs" / "cuda" / PAGE]
+    for page in places:
+        if page.is_file():
+            return page.resolve()
+    raise UnavailableError(f"no page of {slug} in {out} or {home}; make one: specmortem run {slug}")
+
+
 def changes(executed: Any, source: Any) -> str:
     """In what a notebook is another than when it was run, in a sentence; empty where it is not."""
     ran = {cell["id"]: cell.source for cell in executed.cells if "id" in cell}

@@ -119,7 +119,7 @@ class Notes:
         head, _, rest = key.partition(".")
         if head in JSON_FLAGS:
             self.nested(head, rest, value, shown)
-        elif not self.known(key, value, shown) and not _neutral(key):
+        elif not self.known(key, value, shown) and shown.startswith("-") and not _neutral(key):
             self.unknown[shown] = None
 
     def nested(self, head: str, rest: str, value: str, shown: str) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields as fields_of
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from specmortem.statements.signs import all_signs, book_of, log_signs
 
 MAX_BYTES = 4 << 20
 MOST_LAUNCHES = 16
+MOST_FLAGS = 60  # on lines of their own below a command
 LONGEST_COMMAND = 20_000
 COMMAND = re.compile(
     r"\bvllm\s+serve\b|\bvllm\.entrypoints\.\S*api_server\b|\bapi_server\.py\b|\bvllm/vllm-openai(?::\S+)?(?=\s+\S)"
@@ -34,6 +35,7 @@ FRONT = re.compile(
     r"|(?:sudo|exec|nohup|setsid|time|env|export|docker|podman|run|uv|uvx|srun|numactl|command|cmd|CMD|entrypoint"
     r"|ENTRYPOINT|ExecStart|RUN|bash|sh|python3?|torchrun|nsys|profile|args|set|then|do|and|&&|;)\b[:=]?|\S*/|-m|\s)+"
 )
+FOLLOWS = re.compile(r"\s*--?[A-Za-z]")
 FLAG = re.compile(r"(?<!\S)--?[A-Za-z]")
 CUT = re.compile(r"\.\.\.|…|<snip>|\bcut\b|\$[{(]?[A-Za-z_@*?]|(?<!\S)--config\b")
 VARIABLE = re.compile(r"VLLM_USE_V2_MODEL_RUNNER[\"']?\s*[:=]\s*[\"']?(?:value:\s*[\"']?)?(\w+)")
@@ -111,12 +113,22 @@ def fill(first: Config, second: Config) -> Config:
 
 
 def _commands(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(what stands before it, the command) for each command of `vllm serve`, its server, or its image."""
-    for line in lines:
-        for found in islice(COMMAND.finditer(line), MOST_LAUNCHES):
-            rest = line[found.start() : found.start() + LONGEST_COMMAND]
-            if FLAG.search(rest) or re.match(r"vllm\s+serve\s+[\w./-]*[\w/]", rest):
-                yield line[: found.start()], rest
+    """(what stands before it, the command) for each command of `vllm serve`, its server, or its image.
+
+    Where flags follow on lines of their own, as after a backslash that was lost, it may be meant with or without them.
+    """
+    for number, line in enumerate(lines):
+        following = list(takewhile(FOLLOWS.match, lines[number + 1 : number + 1 + MOST_FLAGS]))
+        if following and COMMAND.search(line):
+            yield from _in_line(" ".join([line.rstrip("\\ "), *following]))
+        yield from _in_line(line)
+
+
+def _in_line(line: str) -> Iterator[tuple[str, str]]:
+    for found in islice(COMMAND.finditer(line), MOST_LAUNCHES):
+        rest = line[found.start() : found.start() + LONGEST_COMMAND]
+        if FLAG.search(rest) or re.match(r"vllm\s+serve\s+[\w./-]*[\w/]", rest):
+            yield line[: found.start()], rest
 
 
 def _command(front: str, command: str) -> Config:
@@ -129,7 +141,8 @@ def _command(front: str, command: str) -> Config:
     notes.unknown.clear()
     notes.words(words(command))
     found = notes.config()
-    return replace(found, complete=firm and not found.unknown and CUT.search(command) is None)
+    whole = firm and not found.unknown and CUT.search(command) is None
+    return replace(found, launched=firm, complete=whole)
 
 
 def _loose(lines: Sequence[str]) -> Config:
@@ -173,8 +186,9 @@ def _releases(lines: Sequence[str]) -> list[str]:
 
 
 def _runners(config: Config, text: str) -> list[Config]:
-    """The launch with what its variable says of the runner, once for each value that the text gives it."""
-    values = {found for word in VARIABLE.findall(text) if (found := runner_of(word))}
+    """The launch with what a variable on a line of its own says of the runner, once for each value given."""
+    others = (line for line in text.splitlines() if "RUNNER" in line and not COMMAND.search(line))
+    values = {made for line in others for word in VARIABLE.findall(line) if (made := runner_of(word))}
     if not values or config.runner is not None:
         return [config]
     told = {**config.sources, "runner": "VLLM_USE_V2_MODEL_RUNNER"}
@@ -202,7 +216,7 @@ def _start(mappings: Sequence[Mapping[str, Any]]) -> Iterator[Config]:
             {("model" if key == "model_tag" else key): value for key, value in mapping.items()}, "log"
         )
     if mappings:
-        yield replace(notes.config(), complete=True)
+        yield replace(notes.config(), launched=True, complete=True)
 
 
 def _engine_pairs(line: str) -> Iterator[tuple[str, Any]]:

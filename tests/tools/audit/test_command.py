@@ -41,7 +41,8 @@ def rows(monkeypatch, cache):
         ([("clean", {}), ("not-judged", {"unavailable": True})], 2),
         ([("fault", {}), ("not-judged", {"unavailable": True})], 1),
         ([("fault", {"reach": "no"}), ("clean", {})], 0),
-        ([("fault", {"reach": "unknown"})], 1),
+        ([("fault", {"reach": "unknown"})], 3),
+        ([("fault", {"reach": "yes"})], 1),
     ],
 )
 def test_exit_codes(rows, kinds, code):

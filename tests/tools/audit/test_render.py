@@ -97,12 +97,31 @@ def test_json_is_whole():
 
 
 def test_the_terminal_shows_verdict_body_witness_and_advice():
-    console = Console(width=200, record=True, file=io.StringIO())
-    render.terminal(FULL, console)
-    render.terminal(REACHED, console)
+    console = Console(width=200, record=True, file=io.StringIO(), force_terminal=True)
+    render.terminal(FULL, console, verbose=True)
+    render.terminal(REACHED, console, verbose=True)
     text = console.export_text()
     assert "✗ fault" in text and "abc123" in text and "→ fixed in 0.2.0; upgrade" in text
     assert "✗ fault, not reachable" in text and "the incident file says: affected" in text
+
+
+def test_what_is_out_of_reach_and_hashes_are_told_only_when_asked_for():
+    def told(audit, **options):
+        console = Console(width=200, record=True, file=io.StringIO(), force_terminal=True)
+        render.terminal(audit, console, **options)
+        return console.export_text()
+
+    assert "abc123" not in told(FULL) and "needs the V2 runner" not in told(REACHED)
+    assert "1 fault, not reachable, 1 fault, reached" in told(REACHED)
+    assert "needs the V2 runner" in told(REACHED, verbose=True)
+
+
+def test_off_a_terminal_a_verdict_is_one_line_with_its_cause_whole_and_what_is_reached_comes_first():
+    console = Console(width=40, file=(out := io.StringIO()))
+    render.terminal(REACHED, console, verbose=True)
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("vllm==0.2.0: v2-null-block: ✗ fault, reached: kernel (k.py:3): ")
+    assert lines[1].startswith("vllm==0.1.0: v2-null-block: ✗ fault, not reachable: ")
 
 
 def test_lines_of_another_release_are_marked():
@@ -128,7 +147,7 @@ def test_what_the_incident_file_says_of_a_release(version, expected):
 def test_a_cause_whose_incident_file_is_missing_has_no_facts(tmp_path):
     facts = facts_of(incident.probe_of("v2-null-block"), tmp_path)
     assert (facts.fixed, facts.workarounds, facts.expected("0.24.0")) == ("", (), "")
-    assert row().advice == "the incident file records no fix or workaround"
+    assert row().advice == ""
 
 
 def test_facts_come_from_the_incident_file():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specmortem.errors import BadInputError, UnavailableError
+from specmortem.report.examples import examples
 
 if TYPE_CHECKING:
     from specmortem.tools.audit.campaign import CampaignResult
@@ -29,7 +30,12 @@ def _executor_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "specmortem audit vllm==0.31.0 --config serve.log",
+        "specmortem audit installed --python /opt/vllm/bin/python --format html",
+    )
+)
 @click.argument("subjects", metavar="[SUBJECT]...", nargs=-1)
 @click.option("--all-releases", is_flag=True, help="Every release from 0.19.0 on that the index offers.")
 @click.option("--cause", "causes", multiple=True, metavar="CAUSE", help="Only this cause; may be repeated.")
@@ -62,6 +68,9 @@ def _executor_options(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="S",
     help="Per verdict.",
 )
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Also what is out of reach or clean, and hashes of bodies."
+)
 @_executor_options
 @click.pass_context
 def audit(
@@ -78,6 +87,7 @@ def audit(
     table: Path | None,
     no_cache: bool,
     timeout: float,
+    verbose: bool,
     executor: str,
     scheduler: str,
 ) -> None:
@@ -86,8 +96,8 @@ def audit(
     A SUBJECT is vllm==X, installed, tree:DIR, wheel:FILE or sdist:FILE; without one it is the vLLM of this
     environment, or of --python. With --format html the page is DIR/audit.html.
 
-    Exit code: 1 a fault (with --config: one that is not ruled out), else 2 a subject could not be had, else 3
-    something could not be judged, else 0.
+    Exit code: 1 a fault (with --config: one that it reaches), else 2 a subject could not be had, else 3 something
+    could not be judged or whether it is reached cannot be told, else 0.
     """
     from specmortem.statements import launch
     from specmortem.tools.audit import matrix
@@ -110,7 +120,7 @@ def audit(
     lost = list(dict.fromkeys(row.evidence.reason for row in done.rows if row.unavailable))
     if lost and all(row.unavailable for row in done.rows):
         raise UnavailableError("; ".join(lost))
-    _write(done, form, out, table)
+    _write(done, form, out, table, verbose)
     ctx.exit(_exit_code(done))
 
 
@@ -130,12 +140,12 @@ def _subjects(given: Sequence[str], every: bool, python: str) -> list[str]:
     )
 
 
-def _write(done: Audit, form: str, out: Path, table: Path | None) -> None:
+def _write(done: Audit, form: str, out: Path, table: Path | None, verbose: bool) -> None:
     from specmortem.tools.audit import render
     from specmortem.verdict import write_atomically
 
     if form == "table":
-        render.terminal(done)
+        render.terminal(done, verbose=verbose)
     elif form == "html":
         click.echo(write_atomically(out / PAGE, render.page(done)))
     else:
@@ -145,11 +155,12 @@ def _write(done: Audit, form: str, out: Path, table: Path | None) -> None:
 
 
 def _exit_code(done: Audit) -> int:
-    if any(row.status == "fault" and row.reach != "no" for row in done.rows):
+    if any(row.status == "fault" and row.reach in ("yes", "") for row in done.rows):
         return 1
     if any(row.unavailable for row in done.rows):
         return 2
-    return 3 if any(row.status == "not-judged" for row in done.rows) else 0
+    open_rows = (row.status in ("fault", "not-judged") and row.reach != "no" for row in done.rows)
+    return 3 if any(open_rows) else 0
 
 
 @contextmanager
@@ -168,7 +179,12 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield tick
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "specmortem campaign CAUSE --seeds 20",
+        "specmortem campaign CAUSE --seeds 100 --subject after --format json",
+    )
+)
 @click.argument("cause")
 @click.option("--seeds", type=int, required=True, metavar="N", help="How many seeds to run.")
 @click.option("--first", type=int, default=0, show_default=True, help="The first of them.")

@@ -68,10 +68,7 @@ class AuditRow:
         if self.status != "fault":
             return ""
         fix = f"fixed in {self.fixed}" if self.fixed else ""
-        return (
-            "; ".join(filter(None, [fix, *self.workarounds]))
-            or "the incident file records no fix or workaround"
-        )
+        return "; ".join(filter(None, [fix, *self.workarounds]))
 
     @property
     def differs(self) -> bool:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specmortem.affected.answers import on_release
+from specmortem.affected.targets import Advice, advise
+from specmortem.exposure import Config
 from specmortem.report.terminal import (
     MARKS,
     OPEN,
     Line,
     TableCell,
     escaped,
+    finding_line,
     markdown_table,
     write_lines,
     write_table,
@@ -43,24 +48,84 @@ def told(row: AuditRow) -> str:
     return str(MARKS[row.status]) + (f", {REACHED[row.reach]}" if row.reach and row.status == "fault" else "")
 
 
-def terminal(audit: Audit, console: Console | None = None) -> None:
-    """One table a subject; then what a configuration reaches, and flags that were not read."""
-    columns = ("cause", "verdict", "body", "what was seen, and what to do")
-    for subject, rows in by(audit, "subject").items():
-        write_table(columns, map(_cells, rows), subject, console)
-    write_lines((Line(note, OPEN) for note in notes(audit)), console)
+def terminal(audit: Audit, console: Console | None = None, *, verbose: bool = False) -> None:
+    """What is reached first; `verbose` adds faults that the launch cannot reach, what is clean, and hashes.
+
+    On a terminal one table a subject, off it one line a verdict.
+    """
+    from rich.console import Console as RichConsole
+
+    console = console or RichConsole()
+    shown = [row for row in ordered(audit) if verbose or not _quiet(row, audit)]
+    if console.is_terminal:
+        for subject, rows in by(shown, "subject").items():
+            columns = ("cause", "verdict", *(["body"] if verbose else []), "what was seen, and what to do")
+            write_table(columns, (_cells(row, verbose) for row in rows), subject, console)
+    else:
+        write_lines(map(_finding, shown), console)
+    write_lines((Line(note, OPEN) for note in [*notes(audit), *_way_out(audit), _counts(audit)]), console)
 
 
-def _cells(row: AuditRow) -> tuple[TableCell, ...]:
+def ordered(audit: Audit) -> list[AuditRow]:
+    """Rows in the order in which they matter: reached faults, what may be, what could not be judged, the rest."""
+    return sorted(audit.rows, key=_rank)
+
+
+def _rank(row: AuditRow) -> int:
+    if row.status == "fault":
+        return {"yes": 0, "": 0, "unknown": 1}.get(row.reach, 4)
+    return {"not-judged": 2, "clean": 3}.get(row.status, 5)
+
+
+def _quiet(row: AuditRow, audit: Audit) -> bool:
+    """Whether a row says nothing that a launch, where one is given, has to do with."""
+    return audit.config is not None and (row.reach == "no" or row.status in ("clean", "not-present"))
+
+
+def _finding(row: AuditRow) -> str:
+    message = "; ".join(filter(None, [row.witness, _reason(row) or row.advice]))
+    return finding_line(row.subject, row.cause, told(row), row.evidence.place, message)
+
+
+def _reason(row: AuditRow) -> str:
+    return (
+        f"{REACHED[row.reach]}: {row.reach_reason}"
+        if row.reach and row.status in ("fault", "not-judged")
+        else ""
+    )
+
+
+def _cells(row: AuditRow, verbose: bool) -> tuple[TableCell, ...]:
     seen = [Line(row.witness)]
-    if row.advice:
+    if reason := _reason(row):
+        seen.append(Line(reason, "dim"))
+    elif row.advice:
         seen.append(Line(f"→ {row.advice}", "green"))
-    if row.reach and row.status in ("fault", "not-judged"):
-        seen.append(Line(f"{REACHED[row.reach]}: {row.reach_reason}", "dim"))
     if row.differs:
         seen.append(Line(f"the incident file says: {row.expected}", OPEN))
     bodies = [Line(body) for body in dict.fromkeys(row.hashes.values())]
-    return row.cause, Line(told(row), MARKS[row.status].style), bodies, seen
+    return row.cause, Line(told(row), MARKS[row.status].style), *([bodies] if verbose else []), seen
+
+
+def _way_out(audit: Audit) -> list[str]:
+    """Where the launch is safe over all incidents, where one was given and something is reached."""
+    if audit.config is None or not any(row.status == "fault" and row.reach == "yes" for row in audit.rows):
+        return []
+    versions = {row.version for row in audit.rows if row.version}
+    found = {release: advise(on_release(audit.config, release)) for release in sorted(versions)}
+    return [f"→ from {release}: {_ways(advice)}" for release, advice in found.items()]
+
+
+def _ways(advice: Advice) -> str:
+    ways = [f"vLLM {advice.move.release} {' '.join(advice.move.flags)}".strip()] if advice.move else []
+    ways += [f"here {' '.join(advice.stay.flags)}"] if advice.stay and advice.stay.changes else []
+    return "; or ".join(ways) or "no release on record is safe with it; run without --speculative-config"
+
+
+def _counts(audit: Audit) -> str:
+    """The last line."""
+    counts = Counter(told(row).partition(" ")[2] for row in audit.rows)
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no verdicts"
 
 
 def notes(audit: Audit) -> list[str]:
@@ -80,10 +145,10 @@ def notes(audit: Audit) -> list[str]:
     return found
 
 
-def by(audit: Audit, name: str) -> dict[str, list[AuditRow]]:
-    """Rows by their `subject` or `cause`, in the order of the audit."""
+def by(rows: Iterable[AuditRow], name: str) -> dict[str, list[AuditRow]]:
+    """Rows by their `subject` or `cause`, in their order."""
     found: dict[str, list[AuditRow]] = {}
-    for row in audit.rows:
+    for row in rows:
         found.setdefault(getattr(row, name), []).append(row)
     return found
 
@@ -97,17 +162,25 @@ def as_json(audit: Audit) -> str:
         "judged": audit.judged,
         "cached": audit.cached,
         "bytes_moved": audit.bytes_moved,
-        "config": vars(audit.config) | {"sources": dict(audit.config.sources)} if audit.config else None,
+        "config": _config(audit.config) if audit.config else None,
         "notes": notes(audit),
         "rows": [row.as_dict() for row in audit.rows],
     }
     return json.dumps(data, indent=1, ensure_ascii=False)
 
 
+def _config(config: Config) -> dict[str, Any]:
+    return vars(config) | {"sources": dict(config.sources), "prose": sorted(config.prose)}
+
+
 def markdown(audit: Audit) -> str:
     """The matrix, and below it every fault with its witness."""
-    table = [(cause, *map(told, rows)) for cause, rows in by(audit, "cause").items()]
-    lines = [f"# Audit of {today()}", "", *markdown_table(("cause", *by(audit, "subject")), table, escaped)]
+    table = [(cause, *map(told, rows)) for cause, rows in by(audit.rows, "cause").items()]
+    lines = [
+        f"# Audit of {today()}",
+        "",
+        *markdown_table(("cause", *by(audit.rows, "subject")), table, escaped),
+    ]
     faults = [row for row in audit.rows if row.status == "fault"]
     lines += ["", "## Faults", ""] if faults else []
     for row in faults:
@@ -156,7 +229,7 @@ def page(audit: Audit) -> str:
         date=today(),
         versions=versions(),
         device=audit.device,
-        subjects=list(by(audit, "subject")),
+        subjects=list(by(audit.rows, "subject")),
         groups=_groups(audit),
         notes=notes(audit),
         reached=REACHED,
@@ -168,7 +241,7 @@ def _groups(
 ) -> list[tuple[str, list[tuple[str, str, list[AuditRow], list[tuple[str, list[AuditRow]]]]]]]:
     """(incident, [(cause, title, its rows, [(anchor, rows that share a witness)])]); `anchors` of rows are unique."""
     found: dict[str, list[tuple[str, str, list[AuditRow], list[tuple[str, list[AuditRow]]]]]] = {}
-    for cause, rows in by(audit, "cause").items():
+    for cause, rows in by(audit.rows, "cause").items():
         shared: dict[tuple[str, str, str], list[AuditRow]] = {}
         for row in rows:
             shared.setdefault((row.status, row.witness, row.reach), []).append(row)

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 import click
 
 from specmortem.errors import BadInputError
+from specmortem.report.examples import examples
 
 if TYPE_CHECKING:
     from specmortem.tools.check.inputs import Input
     from specmortem.tools.check.report import CheckReport
 
-EPILOG = """\b
-Examples:
-  specmortem check serve.log
-  specmortem check --vllm 0.28.0 --launch 'vllm serve Qwen/Qwen3.5-27B -sc.method mtp'
-"""
 
-
-@click.command(epilog=EPILOG)
+@click.command(
+    epilog=examples(
+        "specmortem check serve.log",
+        "specmortem check --vllm 0.28.0 --launch 'vllm serve Qwen/Qwen3.5-27B -sc.method mtp'",
+    )
+)
 @click.argument("files", metavar="[FILE|-]...", nargs=-1)
 @click.option(
     "--vllm", "subject", default="", metavar="X", help="A release, installed, tree:DIR, wheel:FILE."

@@ -35,7 +35,7 @@ def understand(inputs: Sequence[Input], release: str = "") -> list[Understood]:
     parts: list[Understood] = []
     for each in inputs:
         for config in launches(each.text):
-            (whole if config.complete else parts).append(Understood(each.name, config))
+            (whole if config.launched else parts).append(Understood(each.name, config))
     said = [each for each in (*whole, *parts) if says_anything(each.config)]
     if not said and not release:
         names = ", ".join(each.name for each in inputs) or "no input"
