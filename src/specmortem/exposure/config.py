@@ -75,12 +75,14 @@ class Config:
     """What is known of a running engine; None (or an empty text) is "not known".
 
     `speculation` is the method, `none`, or `unnamed` for a drafter whose method is not said; `own_drafter` says whether
-    the model's own configuration names one; `cudagraphs` the graph mode (`NONE`, `PIECEWISE`, `FULL`,
-    `FULL_DECODE_ONLY`, `FULL_AND_PIECEWISE`). `attention` is the target's backend, `draft_attention` the drafter's.
-    `gpu` is the compute capability times ten: 90 is sm_90. `launched` says that a command or the start of an engine states
-    it, and `complete` that all of it is known, so that what it leaves out has vLLM's default. `sources` tells where a
-    field comes from, `prose` names the fields that only sentences state, which may speak of another launch: they never
-    rule a cause out. `unknown` lists flags that were given and are not read.
+    the model's own configuration names one. `cudagraphs` is the graph mode (`NONE`, `PIECEWISE`, `FULL`,
+    `FULL_DECODE_ONLY`, `FULL_AND_PIECEWISE`), `attention` the target's backend and `draft_attention` the drafter's,
+    `gpu` the compute capability times ten: 90 is sm_90.
+
+    `launched` says that a command or the start of an engine states it, `complete` that all of it is known, so that what
+    it leaves out has vLLM's default. `sources` tells where a field comes from. `prose` names the fields that only
+    sentences state, which may speak of another launch: they never rule a cause out. `unknown` lists flags that were
+    given and are not read.
     """
 
     version: str = ""

@@ -18,6 +18,11 @@ HEADS = {
     "not-affected": Line("✓", CLEAN),
 }
 ORDER: tuple[Answer, ...] = ("affected", "unknown", "not-affected")
+HEAD = (
+    "version", "model", "runner", "speculation", "drafts", "cache_mode", "async_scheduling", "pipeline",
+    "draft_attention", "gpu",
+)  # fmt: skip
+MOST_CAUSES = 3
 NAMES = {"speculation": "drafts by", "drafts": "drafts a step", "cache_mode": "mamba_cache_mode"}
 
 
@@ -93,6 +98,8 @@ def _launch(each: Checked) -> Iterator[Line | str]:
         yield from _wrapped(f"✓ not affected: {', '.join(one.incident for one in clean)}", "", CLEAN)
     if each.answers.answer == "affected":
         yield from _wrapped(f"→ {_target(each)}", "", "green")
+        for command in each.ways:
+            yield Line(f"  $ {command}")
     if each.missing:
         yield from _wrapped(f"to know more, add: {'; '.join(each.missing)}", "", OPEN)
 
@@ -103,23 +110,23 @@ def _understood(each: Checked) -> str:
     words = [
         f"{NAMES.get(name, name)} {entry['value']}{'*' if name in assumed else ''}"
         for name, entry in known.items()
+        if name in HEAD
     ]
     note = " (* default or derived)" if assumed else ""
     return f"{', '.join(words) or 'nothing is known of the launch'}{note}"
 
 
 def _incident(each: Checked, one: IncidentAnswer) -> Iterator[Line]:
-    head = HEADS[one.answer]
-    causes = one.deciding
-    yield Line(f"{head.text} {one.incident}: {', '.join(cause.cause for cause in causes)}", head.style)
-    for cause in causes[: 2 if one.answer == "affected" else 1]:
-        yield from _wrapped(f"{title(one.incident, cause.cause)}: {EFFECTS[cause.rule.effect]}.", "  ")
-        yield from _wrapped(cause.why, "  ", "dim")
-    if one.answer == "affected":
-        if shown := get(one.incident).shown:
-            yield from _wrapped(f"Shown: {shown}.", "  ")
-        for command in each.commands(one):
-            yield Line(f"  $ {command}")
+    head, causes = HEADS[one.answer], one.deciding
+    names = ", ".join(cause.cause for cause in causes)
+    yield from _wrapped(f"{head.text} {one.incident}: {names}", "", head.style)
+    if one.answer == "unknown":
+        return
+    for cause in causes[:MOST_CAUSES]:
+        told = f"{title(one.incident, cause.cause)}: {EFFECTS[cause.rule.effect]}"
+        yield from _wrapped(f"{told}.{f' Needs {cause.rule.also}.' if cause.rule.also else ''}", "  ")
+    if shown := get(one.incident).shown:
+        yield from _wrapped(f"shown {shown}", "  ", "dim")
 
 
 def _wrapped(words: str, indent: str, style: str = "") -> Iterator[Line]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,22 +14,28 @@ from specmortem.incident import all_incidents, facts
 from specmortem.tools.check.understand import Understood
 
 EXIT_CODES: dict[Answer, int] = {"not-affected": 0, "affected": 1, "unknown": 3}
-# What settles a condition that is not told, by a word of its text.
-ASKS = {
-    "runner": "the whole launch command with its variables, or the log of the start",
-    "hybrid": "the model's name, or its config.json",
-    "drafts": "--speculative-config, or config.json of the model (it may bring a drafter)",
-    "speculative": "--speculative-config, or config.json of the model (it may bring a drafter)",
-    "mamba_cache_mode": "--enable-prefix-caching, or the log of the start",
-    "asynchronous": "--async-scheduling, or the log of the start",
-    "FlashInfer": "the GPU, and attention_backend of --speculative-config",
-    "plan": "the GPU",
-    "graphs": "--enforce-eager or the graph mode",
-    "pipeline": "--pipeline-parallel-size",
-    "requests": "--max-num-seqs",
-    "blocks": "--block-size",
-    "prefix": "--enable-prefix-caching",
-}
+# What settles a condition that is not told, by how its text begins.
+COMMAND = "the whole launch command with its variables, or the log of the start"
+DRAFTER = "--speculative-config, or config.json of the model, which may bring a drafter"
+ASKS = (
+    ("the V", COMMAND),
+    ("a hybrid", "the model's name, or its config.json"),
+    ("speculative", DRAFTER),
+    ("MTP", DRAFTER),
+    ("DFlash", DRAFTER),
+    ("mamba", "whether prefixes are cached: the command, or the log of the start"),
+    ("a mamba", "whether prefixes are cached: the command, or the log of the start"),
+    ("prefix", "whether prefixes are cached: the command, or the log of the start"),
+    ("asynchronous", "whether scheduling is asynchronous: the command, or the log of the start"),
+    ("FlashInfer", "the GPU, and attention_backend of --speculative-config"),
+    ("decode kernels", "the GPU"),
+    ("CUDA", "the graph mode"),
+    ("full", "the graph mode"),
+    ("a pipeline", "--pipeline-parallel-size"),
+    ("two or more", "--max-num-seqs"),
+    ("blocks", "--block-size"),
+    ("needs", COMMAND),
+)
 SHOWN = (
     "version", "model", "hybrid", "runner", "speculation", "drafts", "cache_mode", "async_scheduling", "pipeline",
     "prefix_caching", "attention", "draft_attention", "cudagraphs",
@@ -75,7 +80,7 @@ class Checked:
         unjudged = [each for each in causes if each.verdict.status == "not-judged" and not each.rule.links]
         if unjudged and not self.subject:
             asks.append(f"verdicts on this release: specmortem audit vllm=={self.config.version}")
-        return list(dict.fromkeys(asks))
+        return list(dict.fromkeys(filter(None, asks)))
 
     @property
     def target(self) -> Target | None:
@@ -85,29 +90,29 @@ class Checked:
     def commands(self, one: IncidentAnswer) -> list[str]:
         """Command lines for an incident: the way out, which is the same for all, and the evidence."""
         subject = self.subject or f"vllm=={self.config.version}"
-        found = []
-        if one.answer == "affected":
-            found += [way for way in map(_way, (self.advice.move, self.advice.stay)) if way]
+        found = self.ways if one.answer == "affected" else []
         return (
             [*found, f"specmortem audit {subject} --incident {one.incident}"]
             if self.config.version
             else found
         )
 
-
-def _way(target: Target | None) -> str:
-    if target is None:
-        return ""
-    moved = f"pip install vllm=={target.release}" if target.release else ""
-    flags = f"vllm serve … {' '.join(target.flags)}" if target.flags else ""
-    return "; ".join(filter(None, [moved, flags]))
+    @property
+    def ways(self) -> list[str]:
+        """The ways out as command lines: another release, or flags on this one."""
+        found = []
+        if move := self.advice.move:
+            flags = f" && vllm serve … {' '.join(move.flags)}" if move.flags else ""
+            found.append(f"pip install vllm=={move.release}{flags}")
+        if self.advice.stay and self.advice.stay.changes:
+            found.append(f"vllm serve … {' '.join(self.advice.stay.flags)}")
+        return found
 
 
 def _asks(reason: str, reachable: str) -> list[str]:
     """What would settle the conditions that a reason names."""
-    if reachable != "unknown":
-        return []
-    return [ask for word, ask in ASKS.items() if re.search(word, reason)] or [reason]
+    parts = reason.removeprefix("not told: ").split("; ") if reachable == "unknown" else []
+    return [next((ask for start, ask in ASKS if part.startswith(start)), "") for part in parts]
 
 
 @dataclass(frozen=True)
