@@ -34,7 +34,6 @@ from specmortem.incidents.async_accepted_counts.engine.async_runner import (
 )
 from specmortem.incidents.async_accepted_counts.engine.copy_completion import Phase
 from specmortem.incidents.async_accepted_counts.engine.count_loop import (
-    Accepted,
     Change,
     CountLoop,
     LoopSize,
@@ -63,17 +62,18 @@ from specmortem.upstream.vllm_files import CONV, GATING
 
 ARRAY = "num_accepted_tokens_cpu"
 DRAFTS = 3
+FEW, PADDED = 3, 4  # requests, and those of the graph, where the interpreter runs a kernel
 PHASES: tuple[Phase, ...] = ("before", "inside", "after")
 STEADY = Transition((StepRow("A", "decode", 4, finished=True), StepRow("B", "decode", 2)), ("Q",))
 MOVES = ("neither", "swapped", "condensed", "both")
 
 
-def random_transition(rng: random.Random, most: int = 8, k: int = 3) -> Transition:
+def random_transition(rng: random.Random, most: int = 8) -> Transition:
     """2 to `most` rows, decodes ahead of prefills as a reordered batch has them."""
     size = rng.randint(2, most)
     decodes = rng.randint(1, size)
     rows = {number: number < decodes for number in range(size)}
-    accepted = [rng.randint(1, 1 + k) if drafted else 1 for drafted in rows.values()]
+    accepted = [rng.randint(1, 1 + DRAFTS) if drafted else 1 for drafted in rows.values()]
     change = random_change(rng, rows, size, most)
 
     def row(number: int) -> StepRow:
@@ -339,20 +339,17 @@ def transitions(
     mode: Mode = "none",
     lanes: int = 64,
     seed: int = 0,
-    forward_us: tuple[float, float] | None = None,
-    between_us: float = 60.0,
 ) -> dict[str, Any]:
     """At least `n` random transitions in one chain of steps, with random host delays around the copy's completion.
 
     `lanes` transitions share a step: their rows move alike and their copy is one, their counts differ. So `steps` is
-    the number of independent timings. A forward has to outlast what the host enqueues after it; `forward_us` bounds
-    it, by default 80 to 240 on the simulator and 400 to 900 on a GPU.
+    the number of independent timings. A forward has to outlast what the host enqueues after it: it takes 80 to 240
+    microseconds on the simulator and 400 to 900 on a GPU.
     """
     dev, size, steps = _open(device, seed), LoopSize(lanes=lanes), math.ceil(n / lanes)
     loop = _warmed_up(CountLoop(dev, policy(arm, mode), mode, size, run=_run(device)))
-    bounds = forward_us or ((400.0, 900.0) if device == "cuda" else (80.0, 240.0))
     began = time.perf_counter()
-    _random_steps(loop, steps, seed, bounds, between_us)
+    _random_steps(loop, steps, seed, (400.0, 900.0) if device == "cuda" else (80.0, 240.0))
     judged = loop.judged()
     return {
         "device": dev.info.as_dict(),
@@ -369,60 +366,49 @@ def transitions(
     }
 
 
-def _random_steps(
-    loop: CountLoop, steps: int, seed: int, forward_us: tuple[float, float], between_us: float
-) -> None:
-    rng = random.Random(seed)
-    accepted = _random_counts(np.random.default_rng(seed), loop.size)
+def _random_steps(loop: CountLoop, steps: int, seed: int, forward_us: tuple[float, float]) -> None:
+    rng, numbers = random.Random(seed), np.random.default_rng(seed)
+
+    def accepted(req_id: int, drafted: bool) -> npt.NDArray[np.int64]:
+        return numbers.integers(1, 2 + DRAFTS if drafted else 2, loop.size.lanes)
+
     rows = dict.fromkeys(loop.batch.order, True)
     for step in range(steps):
         change = random_change(rng, rows, 1 + 2 * step, loop.size.max_num_reqs)
         forward = rng.uniform(*forward_us)
-        timing = Timing(rng.uniform(0.2, 1.2) * forward, rng.uniform(0, between_us), forward)
+        timing = Timing(rng.uniform(0.2, 1.2) * forward, rng.uniform(0, 60.0), forward)
         rows = {req_id: change.drafts(req_id) for req_id in loop.step(change, accepted, timing)}
         loop.device.trace.clear()
 
 
-def _random_counts(numbers: np.random.Generator, size: LoopSize) -> Accepted:
-    def accepted(req_id: int, drafted: bool) -> npt.NDArray[np.int64]:
-        return numbers.integers(1, 2 + size.num_speculative_tokens if drafted else 2, size.lanes)
+def throughput(device: str = "sim", rounds: int = 5, steps: int = 200) -> dict[str, Any]:
+    """Steps a second of before, after and a blocking copy, taking turns in one process; `ratio` is to `before`.
 
-    return accepted
-
-
-def throughput(
-    device: str = "sim",
-    arms: Sequence[str] = ("before", "after", "blocking-copy"),
-    mode: Mode = "none",
-    rounds: int = 5,
-    steps: int = 200,
-    forward_us: float = 1000.0,
-    host_us: float = 400.0,
-) -> dict[str, Any]:
-    """Steps a second of each arm, the arms taking turns in one process; `ratio` is to `before`.
-
-    A step's forward takes `forward_us` on the device, its host work `host_us`; on the simulator both are clock time.
+    A step's forward takes a millisecond on the device, its host work 0.4; on the simulator both are clock time.
     `wrong` counts the wrong rows of all rounds.
     """
-    dev = _open(device)
-    loops = {arm: _warmed_up(CountLoop(dev, policy(arm, mode), mode, run=_run(device))) for arm in arms}
-    found: dict[str, list[float]] = {arm: [] for arm in arms}
+    dev, timing = _open(device), Timing(before_us=400.0, forward_us=1000.0)
+    loops = {
+        arm: _warmed_up(CountLoop(dev, policy(arm, "none"), "none", run=_run(device)))
+        for arm in ("before", "after", "blocking-copy")
+    }
+    found: dict[str, list[float]] = {arm: [] for arm in loops}
     for loop in loops.values():
         loop.step(Change(new_req_ids=tuple(range(1, 9))), _one)
     for turn in range(rounds):
         for arm, loop in loops.items():
-            found[arm].append(_steps_a_second(loop, steps, Timing(host_us, 0, forward_us), turn))
+            found[arm].append(_steps_a_second(loop, steps, timing, turn))
     median = {arm: statistics.median(rates) for arm, rates in found.items()}
     return {
         "device": dev.info.as_dict(),
         "steps_a_second": median,
         "all": found,
         "wrong": {arm: loop.judged().wrong for arm, loop in loops.items()},
-        "ratio": {arm: rate / median[arms[0]] for arm, rate in median.items()},
+        "ratio": {arm: rate / median["before"] for arm, rate in median.items()},
         "rounds": rounds,
         "steps": steps,
-        "forward_us": forward_us,
-        "host_us": host_us,
+        "forward_us": timing.forward_us,
+        "host_us": timing.before_us,
     }
 
 
@@ -489,15 +475,12 @@ def generations(
     requests: int = 48,
     device: str = "sim",
     seed: int = 0,
-    rate: float = 0.9,
-    run: Backend | None = None,
 ) -> dict[str, Any]:
     """Requests served to their end, with their texts and what the model says to each when nobody shares its states.
 
     `completion` says when the copy of the counts completes: `early`, ahead of the row moves; `late`, after them;
     `window`, between adding and swapping, for which the host dwells there. `control` is `async`, or what differs from
-    it; on a GPU launch blocking is the environment of the process. Drafts are the text's own words with probability
-    `rate`.
+    it; on a GPU launch blocking is the environment of the process. Nine drafts of ten are the text's own words.
     """
     if completion not in TIMINGS or control not in CONTROLS:
         known = f"{', '.join(TIMINGS)}; {', '.join(CONTROLS)}"
@@ -512,16 +495,19 @@ def generations(
         torch.set_num_threads(1)
     dev = _open(device, seed, "immediate" if control == "launch-blocking" else "timed")
     (asked, texts), k = _workload(requests, seed), config.num_speculative_tokens
-    model = word_model.WordModel(dev, config.num_blocks, k, run or _run(device))
-    drafts = _draft_table(texts, k, rate, seed)
+    model = word_model.WordModel(dev, config.num_blocks, k, _run(device))
+    drafts = _draft_table(texts, k, 0.9, seed)
     runner = AsyncRunner(dev, config, policy(arm, mode, config.scheduling), model, drafts)
     outputs = serve(runner, AsyncScheduler(config, asked, word_model.ID[word_model.STOP]))
     about = {"arm": arm, "mode": mode, "device": dev.info.as_dict()}
-    return _texts(asked, texts, outputs) | _wrong_starts(runner) | about
+    return _texts(runner, asked, texts, outputs) | about
 
 
 def _texts(
-    asked: Sequence[WordRequest], texts: Sequence[word_model.Text], outputs: dict[int, list[int]]
+    runner: AsyncRunner,
+    asked: Sequence[WordRequest],
+    texts: Sequence[word_model.Text],
+    outputs: dict[int, list[int]],
 ) -> dict[str, Any]:
     rows = [_text(request, one, outputs[request.req_id]) for request, one in zip(asked, texts, strict=True)]
     garbled = [row for row in rows if not row["intact"]]
@@ -532,6 +518,9 @@ def _texts(
         "ended_early": sum(bool(row["ended_early"]) for row in garbled),
         "garbled": [row["request"] for row in garbled],
         "texts": rows,
+        "steps": runner.steps,
+        "wrong_starts": [one._asdict() for one in runner.wrong],
+        "wrong_first_drafts": sum(one.first_draft for one in runner.wrong),
     }
 
 
@@ -544,14 +533,6 @@ def _text(request: WordRequest, text: word_model.Text, output_token_ids: list[in
         "expected": word_model.words(expected),
         "intact": output_token_ids == expected,
         "ended_early": len(output_token_ids) < len(expected),
-    }
-
-
-def _wrong_starts(runner: AsyncRunner) -> dict[str, Any]:
-    return {
-        "steps": runner.steps,
-        "wrong_starts": [one._asdict() for one in runner.wrong],
-        "wrong_first_drafts": sum(one.first_draft for one in runner.wrong),
     }
 
 
@@ -584,10 +565,10 @@ def _equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
 
 
 def _with_metadata(
-    dev: Device, rows: Rows, requests: int, drafts: int, padded: int, run: Backend, dim: int = 8
+    dev: Device, rows: Rows, requests: int, drafts: int, padded: int, run: Backend
 ) -> dict[str, Any]:
     """The kernels over every row of the metadata, those that no request has among them."""
-    columns, where = 1 + drafts, dev.torch_device
+    columns, dim, where = 1 + drafts, 8, dev.torch_device
     generator = torch.Generator().manual_seed(0)
 
     def rand(*shape: int) -> torch.Tensor:
@@ -613,7 +594,7 @@ def _with_metadata(
     }
 
 
-def released_consumers(subject: str, requests: int = 3, padded: int = 4) -> dict[str, Any]:
+def released_consumers(subject: str) -> dict[str, Any]:
     """A release's own gated delta and convolution kernels over metadata sliced by tokens and by requests.
 
     The tokens are those of the requests in both; the rows that no request has come from `GraphMetadata`. `inert` says
@@ -628,45 +609,42 @@ def released_consumers(subject: str, requests: int = 3, padded: int = 4) -> dict
         upstream.lift(tree, path, "fused_sigmoid_gating_delta_rule_update"),
         upstream.lift(tree, CONV, "causal_conv1d_update", provide={"current_platform": PLATFORM}),
     )
-    found = {}
-    for arm, rows in ROWS.items():
-        views = _small_graph(rows, requests, padded)
-        results = _recurrent(kernels[0].function, views, requests)
-        results += _convolved(kernels[1].function, views, requests)
-        found[arm] = (views.num_accepted.shape[0], results)
+    recurrent, convolved = (kernel.function for kernel in kernels)
+    graphs = {arm: _small_graph(rows) for arm, rows in ROWS.items()}
+    results = [[*_recurrent(recurrent, views), *_convolved(convolved, views)] for views in graphs.values()]
     return {
         "subject": subject,
-        "requests": requests,
-        "padded": padded,
-        "rows": {arm: size for arm, (size, _) in found.items()},
-        "inert": _equal(found["before"][1], found["after"][1]),
+        "requests": FEW,
+        "padded": PADDED,
+        "rows": {arm: len(views.num_accepted) for arm, views in graphs.items()},
+        "inert": _equal(*results),
         "hashes": {kernel.name: kernel.body_hash for kernel in kernels},
     }
 
 
-def _small_graph(rows: Rows, requests: int, padded: int) -> SpecMetadata:
+def _small_graph(rows: Rows) -> SpecMetadata:
     """Requests with counts 1, 2, … in turn."""
     columns = 1 + DRAFTS
-    indices = torch.arange(1, 1 + requests * columns, dtype=torch.int32).reshape(requests, columns)
-    counts = torch.arange(requests, dtype=torch.int32) % columns + 1
-    graph = GraphMetadata(_open("sim", schedule="immediate"), padded, columns - 1)
-    return graph.build(rows, indices, counts, padded)
+    indices = torch.arange(1, 1 + FEW * columns, dtype=torch.int32).reshape(FEW, columns)
+    counts = torch.arange(FEW, dtype=torch.int32) % columns + 1
+    graph = GraphMetadata(_open("sim", schedule="immediate"), PADDED, DRAFTS)
+    return graph.build(rows, indices, counts, PADDED)
 
 
-def _recurrent(kernel: Any, views: SpecMetadata, requests: int) -> list[torch.Tensor]:
+def _recurrent(kernel: Any, views: SpecMetadata) -> list[torch.Tensor]:
     """Outputs and states."""
-    inputs = gating_inputs(requests, 1 + DRAFTS)
+    inputs = gating_inputs(FEW, 1 + DRAFTS)
     inputs |= {"ssm_state_indices": views.state_indices, "cu_seqlens": views.query_start_loc}
     out = kernel(**inputs, num_accepted_tokens=views.num_accepted)[0]
     return [out, inputs["initial_state"]]
 
 
-def _convolved(kernel: Any, views: SpecMetadata, requests: int, dim: int = 8) -> list[torch.Tensor]:
+def _convolved(kernel: Any, views: SpecMetadata) -> list[torch.Tensor]:
     """Outputs and windows."""
-    generator, columns = torch.Generator().manual_seed(0), 1 + DRAFTS
-    pool = torch.rand(1 + requests * columns, 3 + DRAFTS, dim, generator=generator)
+    generator, columns, dim = torch.Generator().manual_seed(0), 1 + DRAFTS, 8
+    pool = torch.rand(1 + FEW * columns, 3 + DRAFTS, dim, generator=generator)
     out = kernel(
-        x=torch.rand(requests * columns, dim, generator=generator),
+        x=torch.rand(FEW * columns, dim, generator=generator),
         conv_state=pool.transpose(1, 2),
         weight=torch.rand(dim, 4, generator=generator),
         bias=None,

@@ -49,6 +49,10 @@ LIFTED = (  # of what the released files import
     "update_num_computed_tokens_for_batch_change",
 )
 K, PROMPT, MAX_REQS, MAX_LEN = 3, 8, 8, 64
+_UNSET = ("logprobs", "prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words_token_ids")
+GREEDY = {"sampling_type": 0, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "thinking_token_budget": None}
+GREEDY |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+GREEDY |= dict.fromkeys(_UNSET)
 
 
 class _Torch:
@@ -79,7 +83,7 @@ class _Buffer:
     """A pair of host and device arrays that the counts in flight do not touch: copied at once."""
 
     def __init__(self, size: int, dtype: torch.dtype = torch.int32) -> None:
-        self.cpu, self.gpu = torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)
+        self.cpu, self.gpu = torch.zeros((2, size), dtype=dtype).unbind()
         self.np = self.cpu.numpy()
 
     def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
@@ -239,8 +243,7 @@ class Runner:
     """
 
     def __init__(self, code: RunnerCode, device: Device, mode: Mode) -> None:
-        self._code, self._copy = code, CopyCompletion()
-        device.observers.append(self._copy)
+        self._code = code
         self._torch = _Torch(device)
         self.device = torch.device("cpu")
         self.pin_memory = True
@@ -251,7 +254,8 @@ class Runner:
         self.requests: dict[str, Any] = {}
         self.num_accepted_tokens_event = device.event("accepted counts copied")
         context = _align_context(self.num_accepted_tokens.gpu)
-        self._bufs = SimpleNamespace(postprocess_align=context, preprocess=None)
+        bufs = SimpleNamespace(postprocess_align=context, preprocess=None)
+        self._get_mamba_bufs = lambda: bufs
 
     def _settings(self, mode: Mode) -> None:
         self.use_async_scheduling = self.use_async_spec_decode = True
@@ -271,6 +275,8 @@ class Runner:
         self.encoder_cache: dict[str, Any] = {}
         self.model = SimpleNamespace(get_mamba_state_copy_func=_nothing)
         self.late_interaction_runner = _quiet("on_requests_finished", "register_request")
+        self._prepare_input_ids = _nothing  # token ids do not depend on accepted counts
+        self._get_mamba_copy_bufs = self._get_mamba_state_copy_funcs = _nothing  # no row crosses a block
 
     def _buffers(self) -> None:
         rows, tokens = MAX_REQS, MAX_REQS * MAX_LEN
@@ -281,8 +287,9 @@ class Runner:
         self.input_ids, self.query_pos = _Buffer(tokens), _Buffer(tokens, torch.int64)
         self.req_indices = _Buffer(tokens, torch.int64)
         self.arange_np = np.arange(tokens)
-        self.optimistic_seq_lens_cpu, self.seq_lens = _Buffer(rows).cpu, _Buffer(rows).cpu
-        self.num_computed_tokens, self.valid_sampled_token_count_gpu = _Buffer(rows).gpu, _Buffer(rows).gpu
+        self.optimistic_seq_lens_cpu, self.seq_lens = torch.zeros((2, rows), dtype=torch.int32).unbind()
+        by_row = torch.zeros((2, rows), dtype=torch.int32)
+        self.num_computed_tokens, self.valid_sampled_token_count_gpu = by_row.unbind()
         self.positions = torch.zeros(tokens, dtype=torch.int64)
 
     def _batch(self) -> Any:
@@ -323,9 +330,6 @@ class Runner:
         setattr(self, name, found)
         return found
 
-    def _prepare_input_ids(self, *_: Any, **__: Any) -> None:
-        """Token ids do not depend on accepted counts."""
-
     def _calc_spec_decode_metadata(self, *_: Any, **__: Any) -> SimpleNamespace:
         return SimpleNamespace(logits_indices=None)
 
@@ -333,20 +337,12 @@ class Runner:
         counts: list[int] = self.valid_sampled_token_count_gpu.tolist()
         return counts
 
-    def _get_mamba_bufs(self) -> SimpleNamespace:
-        return self._bufs
-
-    def _get_mamba_copy_bufs(self) -> None:
-        """Copies of states are left out: no row crosses a block."""
-
-    def _get_mamba_state_copy_funcs(self) -> None:
-        """As above."""
-
 
 def counts_of(code: RunnerCode, mode: Mode, transition: Transition, device: Device) -> Landing:
     """Run the second step of a transition; the first one's copy is still queued when it begins."""
+    copy = CopyCompletion()
+    device.observers.append(copy)
     runner = Runner(code, device, mode)
-    copy = runner._copy
     _first_step(runner, transition)
     copy.second_step_begins()
     second = _second_step(transition)
@@ -389,15 +385,11 @@ class _Tokens(NamedTuple):
 
 def _request(req_id: str, prompt: int = PROMPT, computed: int = 0) -> dict[str, Any]:
     """What a request that the scheduler sends, and one that the runner keeps, have in common."""
-    penalties = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-    unset = ("logprobs", "prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words_token_ids")
-    greedy = SimpleNamespace(sampling_type=0, temperature=0.0, top_p=1.0, top_k=0, thinking_token_budget=None)
-    vars(greedy).update(penalties | dict.fromkeys(unset))
     return {
         "req_id": req_id,
         "prompt_token_ids": [1] * prompt,
         "mm_features": [],
-        "sampling_params": greedy,
+        "sampling_params": SimpleNamespace(**GREEDY),
         "block_ids": ([1],),
         "num_computed_tokens": computed,
     }
@@ -424,19 +416,21 @@ def _scheduled(tokens: dict[str, int], drafting: Iterable[str]) -> SimpleNamespa
 def _first_step(runner: Runner, transition: Transition) -> None:
     """Fill the batch, and let the released code take in what the step sampled."""
     batch, rows = runner.input_batch, transition.rows
-    sampled = torch.full((len(rows), 1 + K), -1)
-    for index, row in enumerate(rows):
-        tokens, decodes = _Tokens.of(row), row.role == "decode"
+    known_tokens = {row.req_id: _Tokens.of(row) for row in rows}
+    for row, tokens in zip(rows, known_tokens.values(), strict=True):
+        decodes = row.role == "decode"
         known = _request(row.req_id, tokens.prompt, tokens.computed)
         request = runner._code.request(**known, generator=None, output_token_ids=[1] * decodes)
         runner.requests[row.req_id] = request
         batch.add_request(request)
         request.prev_num_draft_len = K if decodes else 0
-        runner.num_computed_tokens[index] = tokens.computed
-        runner.valid_sampled_token_count_gpu[index] = row.accepted if row.role != "prefill" else 0
-        sampled[index, : row.accepted] = 1
+    computed = [tokens.computed for tokens in known_tokens.values()]
+    valid = [row.accepted if row.role != "prefill" else 0 for row in rows]
+    runner.num_computed_tokens[: len(rows)] = torch.tensor(computed, dtype=torch.int32)
+    runner.valid_sampled_token_count_gpu[: len(rows)] = torch.tensor(valid, dtype=torch.int32)
+    sampled = torch.tensor([[1] * row.accepted + [-1] * (1 + K - row.accepted) for row in rows])
     batch.refresh_metadata()
-    scheduled = {row.req_id: _Tokens.of(row).scheduled for row in rows}
+    scheduled = {req_id: tokens.scheduled for req_id, tokens in known_tokens.items()}
     drafting = (row.req_id for row in rows if row.role == "decode")
     runner._update_states_after_model_execute(sampled, _scheduled(scheduled, drafting))
     batch.prev_req_id_to_index = {r.req_id: i for i, r in enumerate(rows) if r.role != "prefill"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -13,7 +14,7 @@ from specmortem.incidents.async_accepted_counts import arms
 from specmortem.isolation import ArmResult
 from specmortem.study import Cell
 from specmortem.tools.engine import tasks, workload
-from specmortem.tools.engine.result import ArmRuns, EngineRequest, EngineResults
+from specmortem.tools.engine.result import ArmRuns, EngineResults
 from specmortem.verdict import DeviceKind, Evidence, Outcome, Row
 
 SLUG = "async-accepted-counts"
@@ -84,16 +85,26 @@ def _mode(row: Row) -> str:
     return row.arm.rsplit("-", 1)[-1]
 
 
-def _judged(cell: Cell, faulty: bool, observed: str, detail: Mapping[str, Any]) -> Row:
-    """The row of an experiment that counts as one run."""
-    outcome: Outcome = "fault" if faulty else "clean"
-    evidence = Evidence(observed=observed, detail=detail)
-    return Row(cell.cause, cell.arm, cell.subject, outcome, 1, int(faulty), cell.seed, evidence)
+def _one_run(told: Callable[[Mapping[str, Any]], tuple[bool, str]]) -> study.Read:
+    """Rows of experiments that count as one run; `told` says whether what one returned is a fault, and why."""
+
+    def read(end: ArmResult, cell: Cell) -> Row:
+        if end.kind != "value":
+            return study.effect(end, cell)
+        faulty, observed = told(end.value)
+        evidence = Evidence(observed=observed, detail=end.value)
+        outcome: Outcome = "fault" if faulty else "clean"
+        return Row(cell.cause, cell.arm, cell.subject, outcome, 1, int(faulty), cell.seed, evidence)
+
+    return read
 
 
-def _account(end: ArmResult, cell: Cell) -> Row:
-    """What an experiment returned, as the detail of a row that its parts are made of; or how its process ended."""
-    return _judged(cell, False, "", end.value) if end.kind == "value" else study.effect(end, cell)
+def _parts(cell: Cell, part: Callable[[str, Mapping[str, Any]], Row], key: str) -> list[Row]:
+    """A row for each name under `key` of what an experiment returned; or how its process ended."""
+    (whole,) = study.grid([cell], _one_run(lambda _: (False, "")))
+    if whole.outcome != "clean":
+        return [whole]
+    return [part(name, _detail(whole)) for name in _detail(whole)[key]]
 
 
 def completion_rows(transitions: int, seed: int) -> list[Row]:
@@ -137,14 +148,12 @@ def shape_table(rows: Iterable[Row]) -> pd.DataFrame:
 def move_rows(transitions: int, seed: int) -> list[Row]:
     """Before, in mode none, by how the host moved rows: holes closed only, rows swapped, both, neither."""
     asked = {"transitions": transitions, "seed": seed}
-    (whole,) = study.grid([Cell(NONE, "moves", "before", arms.by_move, asked, seed)], _account)
-    if whole.outcome != "clean":
-        return [whole]
-    return [_move_row(kind, found, seed) for kind, found in _detail(whole)["moves"].items()]
+    cell = Cell(NONE, "moves", "before", arms.by_move, asked, seed)
+    return _parts(cell, partial(_move_row, seed), "moves")
 
 
-def _move_row(kind: str, found: Mapping[str, int], seed: int) -> Row:
-    wrong, total = found["wrong"], found["total"]
+def _move_row(seed: int, kind: str, found: Mapping[str, Any]) -> Row:
+    wrong, total = found["moves"][kind]["wrong"], found["moves"][kind]["total"]
     outcome: Outcome = "fault" if wrong else "clean" if total else "not-judged"
     reason = "" if total else "no such transition"
     evidence = Evidence(observed=f"{wrong} of {total} interleavings", reason=reason)
@@ -154,14 +163,12 @@ def _move_row(kind: str, found: Mapping[str, int], seed: int) -> Row:
 def detector_rows() -> list[Row]:
     """What the staging detector says of each policy; a fault is a race that it reports."""
     tried = [("none", "before"), ("none", "after"), *(("align", arm) for arm in TRIED["align"])]
-    return study.grid([_cell("staging-detector", *one, arms.races, {}) for one in tried], _detected)
+    return study.grid([_cell("staging-detector", *one, arms.races, {}) for one in tried], _one_run(_detected))
 
 
-def _detected(end: ArmResult, cell: Cell) -> Row:
-    if end.kind != "value":
-        return study.effect(end, cell)
-    races = end.value["races"]
-    return _judged(cell, bool(races), races[0]["message"] if races else "no race", end.value)
+def _detected(found: Mapping[str, Any]) -> tuple[bool, str]:
+    races = found["races"]
+    return bool(races), races[0]["message"] if races else "no race"
 
 
 def detector_table(rows: Iterable[Row]) -> pd.DataFrame:
@@ -256,16 +263,9 @@ def random_rows(device: DeviceKind, seed: int, transitions: int) -> list[Row]:
     fewer = max(transitions // 10, min(transitions, 20_000))
     lengths = {("none", "before"): fewer, ("none", "after"): transitions}
     lengths |= {("align", "before"): fewer, ("align", "after"): fewer}
+    asked = {"device": device, "seed": seed}
     cells = [
-        _cell(
-            "random-delays",
-            *one,
-            arms.transitions,
-            {"n": n, "device": device, "seed": seed},
-            seed,
-            device,
-            600,
-        )
+        _cell("random-delays", *one, arms.transitions, {"n": n, **asked}, seed, device, 600)
         for one, n in lengths.items()
     ]
     return study.grid(cells, _bounded)
@@ -293,11 +293,9 @@ def random_table(rows: Iterable[Row]) -> pd.DataFrame:
 def throughput_rows(device: DeviceKind, rounds: int, steps: int) -> list[Row]:
     """Steps a second of before, after and a blocking copy, in turns in one process; a fault is a wrong row."""
     asked = {"device": device, "rounds": rounds, "steps": steps}
-    cell = Cell(NONE, "throughput", "after", arms.throughput, asked, device=device)
-    (whole,) = study.grid([cell], _account)
-    if whole.outcome != "clean":
-        return [whole]
-    return [_rate_row(subject, _detail(whole)) for subject in _detail(whole)["steps_a_second"]]
+    return _parts(
+        Cell(NONE, "throughput", "after", arms.throughput, asked, device=device), _rate_row, "steps_a_second"
+    )
 
 
 def _rate_row(subject: str, found: Mapping[str, Any]) -> Row:
@@ -339,28 +337,35 @@ def metadata_rows(device: DeviceKind, drafts: int = 3) -> list[Row]:
     simulated device the plain reference runs the large batch, and the interpreter the small one.
     """
     sizes = [(72, 72, "triton" if device == "cuda" else "plain"), (3, 4, "triton")]
-    cells = []
-    for requests, padded, run in sizes:
-        asked = {"requests": requests, "padded": padded, "drafts": drafts, "device": device, "run": run}
-        cells.append(Cell(METADATA, f"consumers-{requests}", "before", arms.metadata, asked, device=device))
-    return study.grid(cells, _inert)
+    asked = [
+        {"requests": requests, "padded": padded, "drafts": drafts, "device": device, "run": run}
+        for requests, padded, run in sizes
+    ]
+    cells = [
+        Cell(METADATA, f"consumers-{one['requests']}", "before", arms.metadata, one, device=device)
+        for one in asked
+    ]
+    return study.grid(cells, _one_run(_inert))
 
 
 def consumer_rows(releases: Sequence[str]) -> list[Row]:
     """The kernels of releases over the same rows, in the interpreter; the metadata is this package's."""
-    cells = []
-    for release in releases:
-        arm, asked = f"consumers-of-{release}", {"subject": f"vllm=={release}"}
-        cells.append(Cell(METADATA, arm, "before", arms.released_consumers, asked))
-    return study.grid(cells, _inert)
+    cells = [
+        Cell(
+            METADATA,
+            f"consumers-of-{release}",
+            "before",
+            arms.released_consumers,
+            {"subject": f"vllm=={release}"},
+        )
+        for release in releases
+    ]
+    return study.grid(cells, _one_run(_inert))
 
 
-def _inert(end: ArmResult, cell: Cell) -> Row:
-    if end.kind != "value":
-        return study.effect(end, cell)
-    same = bool(end.value["inert"])
-    observed = "states and outputs are the same, bit for bit" if same else "states or outputs differ"
-    return _judged(cell, not same, observed, end.value)
+def _inert(found: Mapping[str, Any]) -> tuple[bool, str]:
+    same = bool(found["inert"])
+    return not same, "states and outputs are the same, bit for bit" if same else "states or outputs differ"
 
 
 def metadata_table(rows: Iterable[Row]) -> pd.DataFrame:
@@ -488,41 +493,32 @@ def wrong_answers_table(results: EngineResults) -> pd.DataFrame:
 
     `wrong from token` counts from 1.
     """
-    givers: dict[tuple[int, str, tuple[int, ...]], list[str]] = {}
-    asked: dict[tuple[int, str, tuple[int, ...]], tuple[EngineRequest, int]] = {}
-    for arm in results.arms:
-        for number, request, wrong in _wrong_answers(arm, results.seed):
-            key = (number, request.id, request.got)
-            givers.setdefault(key, []).append(arm.name)
-            asked[key] = request, wrong
+    columns = ["arm", "run", "id", "got", "wrong from", "wrong", "in a loop"]
+    found = pd.DataFrame(
+        (one for arm in results.arms for one in _wrong_answers(arm, results.seed)), columns=columns
+    )
+    answers = found.groupby(["run", "id", "got"], sort=False, as_index=False).agg(
+        {"arm": ", ".join} | dict.fromkeys(columns[4:], "first")
+    )
     return pd.DataFrame(
-        _given_by(arms, {key: asked[key] for key, by in givers.items() if by == list(arms)})
-        for arms in dict.fromkeys(map(tuple, givers.values()))
+        {
+            "wrong in": givers,
+            "requests": len(given),
+            "in runs": given["run"].nunique(),
+            "wrong from token": ", ".join(map(str, sorted(given["wrong from"].unique()))),
+            "wrong tokens": f"{given['wrong'].sum()} of {given['got'].map(len).sum()}",
+            "ended in a loop": int(given["in a loop"].sum()),
+        }
+        for givers, given in answers.groupby("arm", sort=False)
     )
 
 
-def _wrong_answers(arm: ArmRuns, seed: int) -> Iterable[tuple[int, EngineRequest, int]]:
-    """Run, request and how many of its tokens are wrong, for each wrong answer of an arm."""
+def _wrong_answers(arm: ArmRuns, seed: int) -> Iterator[tuple[Any, ...]]:
+    """Of each wrong answer: arm, run, request, its tokens, the first wrong one, how many, whether it ends in a loop."""
     load, recall = workload.Workload.from_dict(arm.config["workload"]), workload.RecallPrompts(tasks.tasks)
     for run in arm.runs:
         answers = workload.plan(load, recall, seed, run.run)[1]
-        for request in run.kept:
-            right = answers[request.id] or ()
-            if request.wrong_at is not None:
-                yield run.run, request, sum(a != b for a, b in zip(request.got, right, strict=False))
-
-
-def _given_by(
-    arms: Sequence[str], found: Mapping[tuple[int, str, tuple[int, ...]], tuple[EngineRequest, int]]
-) -> dict[str, Any]:
-    requests = [request for request, _ in found.values()]
-    starts = sorted({1 + request.wrong_at for request in requests if request.wrong_at is not None})
-    tokens = sum(len(request.got) for request in requests)
-    return {
-        "wrong in": ", ".join(arms),
-        "requests": len(requests),
-        "in runs": len({number for number, _, _ in found}),
-        "wrong from token": ", ".join(map(str, starts)),
-        "wrong tokens": f"{sum(wrong for _, wrong in found.values())} of {tokens}",
-        "ended in a loop": sum(request.ends_in_loop for request in requests),
-    }
+        for one in run.kept:
+            if one.wrong_at is not None:
+                wrong = sum(a != b for a, b in zip(one.got, answers[one.id] or (), strict=False))
+                yield arm.name, run.run, one.id, one.got, 1 + one.wrong_at, wrong, one.ends_in_loop

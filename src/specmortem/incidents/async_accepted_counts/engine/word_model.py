@@ -96,9 +96,7 @@ class RestoredState(NamedTuple):
     shift: int
 
 
-Split = Callable[
-    [torch.Tensor], tuple[torch.Tensor, torch.Tensor]
-]  # of convolved inputs into keys and queries
+Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # convolved inputs into keys and queries
 
 
 def gated_delta_layer(
@@ -131,13 +129,9 @@ class WordModel:
     under) and of the words up to this one (what it asks with).
     """
 
-    def __init__(
-        self, device: Device, num_blocks: int, k: int, run: Backend = "plain", seed: int = 0
-    ) -> None:
-        self.device, self.k, self.run = device, k, run
-        where = device.torch_device
-        generator = torch.Generator().manual_seed(seed)
-        angles = _angles(generator)
+    def __init__(self, device: Device, num_blocks: int, k: int, run: Backend = "plain") -> None:
+        self.k, self.run, where = k, run, device.torch_device
+        angles = _angles(torch.Generator().manual_seed(0))
         self.embedding = torch.cat([angles, angles], dim=1).to(where)
         self.weight = _taps().to(where)
         self.bias = torch.zeros(VOCAB, device=where)
@@ -174,16 +168,6 @@ class WordModel:
         for line, block, target, shift in copies:
             self.conv[target, :WINDOW] = self.conv[line, shift : shift + WINDOW].clone()
             self.memory[target] = self.memory[block].clone()
-
-    def continued(self, prompt: Sequence[int], most: int) -> list[int]:
-        """What the model says to a prompt, up to its stop or `most` words, from a state that nobody shares."""
-        known = list(prompt)
-        while len(known) < len(prompt) + most:
-            state, _, query = self.read(torch.tensor(known, device=self.bias.device))
-            known.append(int((state @ query + self.bias).argmax()))
-            if known[-1] == ID[STOP]:
-                break
-        return known[len(prompt) :]
 
     def read(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """State [V, DIM] and window [WINDOW, DIM] after tokens int32 [T] from nothing, and the last context."""
