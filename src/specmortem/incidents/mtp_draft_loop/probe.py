@@ -41,6 +41,7 @@ from specmortem.incidents.mtp_draft_loop.released import (
     taken,
     upload_helper,
 )
+from specmortem.upstream.stand_ins import stub
 from specmortem.upstream.vllm_files import DRAFTER, FLASHINFER, WORKER_UTILS
 from specmortem.verdict import Evidence, Verdict
 
@@ -366,14 +367,11 @@ def _own_zeroer(arm: str, pool: torch.Tensor) -> Callable[[list[int]], object]:
 def _build_zeroer(tree: upstream.Tree, pool: torch.Tensor, on: Bench) -> Any:
     """The released zeroer over a pool of blocks, made by its own constructor."""
     kernel = upstream.lift(tree, WORKER_UTILS, ZERO_BLOCKS).function
-    given = stand_ins(tree, WORKER_UTILS) | {ZERO_BLOCKS: on.kernel(kernel)}
-    given |= upload_helper(tree)
-    spec = given.setdefault("FullAttentionSpec", given["AttentionSpec"])
-    given["AttentionSpec"] = spec
-    kv_cache_spec = spec()
-    kv_cache_spec.block_size, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size = 1, 1, 1
+    spec = stub("AttentionSpec")
+    specs = {"AttentionSpec": spec, "FullAttentionSpec": spec}
+    given = stand_ins(**{ZERO_BLOCKS: on.kernel(kernel)}, **specs, **upload_helper(tree))
     group = SimpleNamespace(
-        kv_cache_spec=kv_cache_spec,
+        kv_cache_spec=spec(block_size=1, num_kv_heads=1, head_size=1),
         kv_cache_group_id=0,
         layer_names=[LAYER],
         kernel_block_stride=0,

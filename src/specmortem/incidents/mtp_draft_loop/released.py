@@ -8,15 +8,13 @@ stand-in for CUDA (`detect.staging.simulated_cuda`); on CUDA they run as they ar
 
 from __future__ import annotations
 
-import ast
 import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
-from functools import lru_cache
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,27 +117,9 @@ def bench(device: str, schedule: str | Schedule = "lazy") -> Iterator[Bench]:
 # Stand-ins for what the released files import
 
 
-def _stub(name: str) -> type:
-    """A class that can be named, subscripted, made with any arguments and asked `isinstance`."""
-    body: dict[str, Any] = {"__init__": lambda self, *_, **__: None}
-    return type(name, (), {**body, "__class_getitem__": classmethod(lambda cls, _: cls)})
-
-
-def stand_ins(tree: upstream.Tree, path: str) -> dict[str, Any]:
-    """A stub for every name that a file imports from vLLM or FlashInfer, but for the modules that are lifted."""
-    names = _foreign_names(tree.fetch([path])[path].read_text(encoding="utf-8"))
-    return {name: _stub(name) for name in names} | platform()
-
-
-@lru_cache(maxsize=8)
-def _foreign_names(source: str) -> tuple[str, ...]:
-    """The names that a file imports from modules that are not lifted."""
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
-    return tuple(name.name for node in nodes if _is_foreign(node.module or "") for name in node.names)
-
-
-def _is_foreign(module: str) -> bool:
-    return module.partition(".")[0] in ("vllm", "flashinfer") and module not in REAL_MODULES
+def stand_ins(**given: Any) -> upstream.StandIns:
+    """Given values, the machine, and a stub for what comes from vLLM or FlashInfer, but for modules that are lifted."""
+    return upstream.StandIns(platform() | given, modules=REAL_MODULES, packages=("vllm", "flashinfer"))
 
 
 class _Platform:
@@ -207,31 +187,30 @@ def _config(drafts: int = K) -> SimpleNamespace:
     )
 
 
-def _builder_stand_ins(tree: upstream.Tree) -> dict[str, Any]:
+def _builder_stand_ins() -> upstream.StandIns:
     same = {"has_same_window_lefts": True, "has_same_all_params": True}
     parameters = SimpleNamespace(sm_scale=1.0, window_left=-1, logits_soft_cap=None, has_sinks=False, **same)
-    one_rank = SimpleNamespace(world_size=1, rank_in_group=0)
     environment = SimpleNamespace(
         VLLM_BATCH_INVARIANT=False, VLLM_USE_V2_MODEL_RUNNER=False, VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE=1024
     )
-    return stand_ins(tree, FLASHINFER) | {
-        "envs": environment,
-        "get_dcp_group": lambda: one_rank,
-        "get_dcp_world_size_and_rank": lambda *_: (1, 0),
-        "can_use_trtllm_attention": lambda *_, **__: False,
-        "use_trtllm_attention": lambda *_, **__: False,
-        "get_per_layer_parameters": lambda *_: {},
-        "infer_global_hyperparameters": lambda _: parameters,
-        "get_num_attention_heads_from_layers": lambda *_: None,
-        "get_kv_cache_layout": lambda: "NHD",
-        "get_flashinfer_layout_string": lambda _: "NHD",
-        "gpu_sync_allowed": nullcontext,
-        "get_seq_lens": _lengths,
-        "CUDAGraphMode": SimpleNamespace(FULL="full", NONE="none"),
-        "KVQuantMode": SimpleNamespace(NONE="none"),
-        "BatchDecodeWithPagedKVCacheWrapper": StagedWrapper,
-        "BatchPrefillWithPagedKVCacheWrapper": StagedWrapper,
-    }
+    return stand_ins(
+        envs=environment,
+        get_dcp_group=lambda: SimpleNamespace(world_size=1, rank_in_group=0),
+        get_dcp_world_size_and_rank=lambda *_: (1, 0),
+        can_use_trtllm_attention=lambda *_, **__: False,
+        use_trtllm_attention=lambda *_, **__: False,
+        get_per_layer_parameters=lambda *_: {},
+        infer_global_hyperparameters=lambda _: parameters,
+        get_num_attention_heads_from_layers=lambda *_: None,
+        get_kv_cache_layout=lambda: "NHD",
+        get_flashinfer_layout_string=lambda _: "NHD",
+        gpu_sync_allowed=nullcontext,
+        get_seq_lens=_lengths,
+        CUDAGraphMode=SimpleNamespace(FULL="full", NONE="none"),
+        KVQuantMode=SimpleNamespace(NONE="none"),
+        BatchDecodeWithPagedKVCacheWrapper=StagedWrapper,
+        BatchPrefillWithPagedKVCacheWrapper=StagedWrapper,
+    )
 
 
 def _lengths(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -259,7 +238,7 @@ class StagedWrapper:
         n = len(indptr)
         self.staging[:n].numpy()[:] = indptr.to("cpu").numpy()
         self.workspace[:n].copy_(self.staging[:n], non_blocking=True)
-        self.plans.append([int(x) for x in self.staging[:n]])
+        self.plans.append(self.staging[:n].tolist())
 
 
 def build_builder(tree: upstream.Tree, on: Bench, drafts: int = K) -> Any:
@@ -267,7 +246,7 @@ def build_builder(tree: upstream.Tree, on: Bench, drafts: int = K) -> Any:
 
     Raises upstream.NotPresentError when the tree has none.
     """
-    given = _builder_stand_ins(tree)
+    given = _builder_stand_ins()
     given[COPY_INDICES] = on.kernel(upstream.lift(tree, FLASHINFER, COPY_INDICES).function)
     builder = upstream.lift(tree, FLASHINFER, BUILDER, provide=given).function
     heads = {"num_kv_heads": 4, "head_size": 256, "dtype": torch.float16}
@@ -303,7 +282,11 @@ class Drafter:
     """The released draft loop over the released builder; a probe gives it the eyes, `watch_builds` and `forward`."""
 
     def __init__(
-        self, tree: upstream.Tree, on: Bench, drafts: int = K, provide: Mapping[str, Any] | None = None
+        self,
+        tree: upstream.Tree,
+        on: Bench,
+        drafts: int = K,
+        provide: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Lift and make both; `provide` replaces what stands in for names of the drafter's file.
 
@@ -312,19 +295,15 @@ class Drafter:
         path = tree.first(DRAFTER)
         if path is None:
             raise upstream.NotPresentError(f"{tree.subject} has no file {DRAFTER[0]}")
-        given = stand_ins(tree, path) | {
-            "set_forward_context": lambda *_, **__: nullcontext(),
-            ADVANCE: _advance,
-        }
-        given |= provide or {}
+        given = stand_ins(
+            **{"set_forward_context": lambda *_, **__: nullcontext(), ADVANCE: _advance, **provide}
+        )
         self.on, self.tree, self.drafts = on, tree, drafts
         self.builder = build_builder(tree, on, drafts)
         proposer = upstream.lift(tree, path, PROPOSER, provide=given).function
         self.proposer = proposer.__new__(proposer)
         vars(self.proposer).update(self._attributes())
-        self.metadata_class = upstream.lift(
-            tree, ATTENTION_BACKEND, METADATA, provide=stand_ins(tree, FLASHINFER)
-        ).function
+        self.metadata_class = upstream.lift(tree, ATTENTION_BACKEND, METADATA, provide=stand_ins()).function
         self.watch_builds()
 
     def watch_builds(self) -> None:
