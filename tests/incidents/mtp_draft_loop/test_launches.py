@@ -6,7 +6,7 @@ import torch
 
 from specmortem.incidents.mtp_draft_loop import arms
 from specmortem.incidents.mtp_draft_loop.kernels import Geometry, Planner
-from specmortem.incidents.mtp_draft_loop.launches import KnownLaunches, plainly
+from specmortem.incidents.mtp_draft_loop.launches import KnownKernel, KnownLaunches, plainly
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -54,6 +54,21 @@ def test_what_a_launch_raises_is_raised_again_after_what_it_wrote():
             known(add, torch.tensor([5]), to)
         assert to.tolist() == [6]
     assert add.calls == 1
+
+
+def test_a_kernel_is_computed_anew_for_another_grid_and_another_named_argument():
+    class Kernel:
+        __name__, grids = "kernel", []
+
+        def __getitem__(self, grid):
+            self.grids.append(grid)
+            return Counted()
+
+    known = KnownKernel(Kernel())
+    for grid, factor in (((1,), 1), ((1,), 1), ((2,), 1), ((2,), 3)):
+        known[grid](torch.tensor([1]), to=(found := torch.tensor([5])), factor=factor)
+        assert found.tolist() == [5 + factor]
+    assert known.kernel.grids == [(1,), (2,), (2,)]
 
 
 @pytest.mark.parametrize(("place", "calls"), [("gap", 1), ("array", 2)])

@@ -16,7 +16,8 @@ import ast
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from functools import cache
+from types import CodeType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -210,11 +211,12 @@ def runner_lengths(tree: upstream.Tree, async_scheduling: bool, rows: int) -> di
         use_async_spec_decode=_uses_async(tree, async_scheduling),
     )
     names: dict[str, Any] = {"self": runner, "num_reqs": len(LENGTHS), "num_reqs_padded": rows}
-    exec(compile(_statements(tree), RUNNER, "exec"), {}, names)
+    exec(_statements(tree), {}, names)
     found: dict[str, torch.Tensor | None] = names["found"]
     return found
 
 
+@cache
 def _uses_async(tree: upstream.Tree, async_scheduling: bool) -> bool:
     """What the runner's constructor makes of asynchronous scheduling with K drafts."""
     init = upstream.definition(tree, RUNNER, f"{RUNNER_CLASS}.__init__")
@@ -229,7 +231,8 @@ def _uses_async(tree: upstream.Tree, async_scheduling: bool) -> bool:
     return bool(eval(compile(ast.Expression(values[0]), RUNNER, "eval"), {}, {"self": runner}))
 
 
-def _statements(tree: upstream.Tree) -> ast.Module:
+@cache
+def _statements(tree: upstream.Tree) -> CodeType:
     """The statements that the lengths depend on, and `found = {field: released expression}` after them."""
     node = upstream.definition(tree, RUNNER, BUILD)
     assert isinstance(node, ast.FunctionDef)
@@ -242,7 +245,7 @@ def _statements(tree: upstream.Tree) -> ast.Module:
     kept = _needed(before, wanted)
     keys: list[ast.expr | None] = [ast.Constant(name) for name in given]
     result = ast.Assign([ast.Name("found", ast.Store())], ast.Dict(keys, list(given.values())))
-    return ast.fix_missing_locations(ast.Module([*kept, result], []))
+    return compile(ast.fix_missing_locations(ast.Module([*kept, result], [])), RUNNER, "exec")
 
 
 def _needed(statements: Sequence[ast.stmt], wanted: set[str]) -> list[ast.stmt]:
@@ -293,7 +296,7 @@ class LengthsDrafter(Drafter):
         made_from: list[int] = []
 
         def counted(num_blocks: Any, seq_lens: Any, *rest: Any, **named: Any) -> Any:
-            made_from[:] = [int(x) for x in seq_lens]
+            made_from[:] = seq_lens.tolist()
             return count_pages(num_blocks, seq_lens, *rest, **named)
 
         def noted(common_attn_metadata: Any, draft_index: int) -> Any:
@@ -311,7 +314,7 @@ class LengthsDrafter(Drafter):
         self.lengths.on_device.append(metadata.seq_lens.clone())
         upper_bound = getattr(metadata, "seq_lens_cpu_upper_bound", None)
         if upper_bound is not None:
-            self.lengths.upper_bound.append([int(x) for x in upper_bound])
+            self.lengths.upper_bound.append(upper_bound.tolist())
 
     def draft(self, situation: Situation) -> Lengths:
         """One step of drafts; each request brings K + 1 tokens, the last of its prompt or a token and K drafts."""

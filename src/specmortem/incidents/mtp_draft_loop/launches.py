@@ -6,6 +6,7 @@ The schedules of one experiment repeat most launches of each other, and those of
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -32,21 +33,38 @@ class KnownLaunches:
     def __init__(self) -> None:
         self._effects: dict[tuple[Hashable, ...], tuple[dict[int, Tensor], Exception | None]] = {}
 
-    def __call__(self, launch: Launch, *args: Any) -> None:
+    def __call__(self, launch: Launch, *args: Any, **named: Any) -> None:
         """Compute the launch, or repeat what it did. Raises what it raises."""
-        key, error = (launch, *_contents(args)), None
+        values, error = (*args, *named.values()), None
+        before = _contents(values)
+        key = (launch, *named, *before)
         if key not in self._effects:
             try:
-                launch(*args)
+                launch(*args, **named)
             except Exception as raised:
                 error = raised
-            after = enumerate(zip(args, key[1:], _contents(args), strict=True))
-            self._effects[key] = {i: arg.clone() for i, (arg, old, new) in after if new != old}, error
+            after = enumerate(zip(values, before, _contents(values), strict=True))
+            self._effects[key] = {i: value.clone() for i, (value, old, new) in after if new != old}, error
         written, error = self._effects[key]
         for i, content in written.items():
-            args[i].copy_(content)
+            values[i].copy_(content)
         if error:
             raise error.with_traceback(None)
+
+
+class KnownKernel:
+    """A Triton kernel whose equal launches are computed once; none of its arguments may hold addresses of memory."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.known = kernel, KnownLaunches()
+        self.__name__ = kernel.__name__
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Launch:
+        """The kernel on a grid."""
+        return partial(self.known, self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        self.kernel[grid](*args, **named)
 
 
 def _contents(args: tuple[Any, ...]) -> list[Hashable]:

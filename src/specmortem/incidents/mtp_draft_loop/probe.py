@@ -369,7 +369,7 @@ def _build_zeroer(tree: upstream.Tree, pool: torch.Tensor, on: Bench) -> Any:
     kernel = upstream.lift(tree, WORKER_UTILS, ZERO_BLOCKS).function
     spec = stub("AttentionSpec")
     specs = {"AttentionSpec": spec, "FullAttentionSpec": spec}
-    given = stand_ins(**{ZERO_BLOCKS: on.kernel(kernel)}, **specs, **upload_helper(tree))
+    given = stand_ins(**{ZERO_BLOCKS: on.kernel(kernel, addresses=True)}, **specs, **upload_helper(tree))
     group = SimpleNamespace(
         kv_cache_spec=spec(block_size=1, num_kv_heads=1, head_size=1),
         kv_cache_group_id=0,

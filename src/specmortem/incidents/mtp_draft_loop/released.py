@@ -24,6 +24,7 @@ from specmortem import upstream
 from specmortem.detect.staging import TorchWatch, simulated_cuda
 from specmortem.detect.staging.simulated import Carrier
 from specmortem.device import Event, Observer, Schedule, Stream
+from specmortem.incidents.mtp_draft_loop.launches import KnownKernel
 from specmortem.upstream.vllm_files import ATTENTION_BACKEND, DRAFTER, FLASHINFER, TORCH_UTILS
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -66,8 +67,8 @@ class Bench:
         """Whether the stream is still busy with the latest stall."""
         return not self.stalled.query()
 
-    def kernel(self, kernel: Any) -> Any:
-        """A kernel that is launched into the stream."""
+    def kernel(self, kernel: Any, addresses: bool = False) -> Any:
+        """A kernel that is launched into the stream; `addresses` says that its arguments hold addresses of memory."""
         return kernel
 
     def synchronize(self) -> None:
@@ -92,8 +93,8 @@ class _SimulatedBench(Bench, Observer):
     def is_busy(self) -> bool:
         return True
 
-    def kernel(self, kernel: Any) -> Any:
-        return self.carrier.queued(kernel)
+    def kernel(self, kernel: Any, addresses: bool = False) -> Any:
+        return self.carrier.queued(kernel if addresses else KnownKernel(kernel))
 
     def synchronize(self) -> None:
         self.carrier.synchronize()
