@@ -98,6 +98,9 @@ class Seen:
     def seen_in(self, block):
         return {"merge_indptr": self.indptr}
 
+    def is_in(self, block):
+        return False
+
 
 @pytest.mark.parametrize(("descent", "found"), [(1, ""), (3, ""), (4, "read"), (48, "read")])
 def test_a_descent_within_the_rounding_of_the_merge_merges_nothing(descent, found, monkeypatch):

@@ -308,7 +308,7 @@ def schedules(arm: str = "before", k: int = 5, **wanted: Any) -> dict[str, Any]:
         found = [(list[int](), run(devices.open("sim", schedule="immediate"), chosen, right))]
     else:
         found = list(_every_schedule(lambda dev: run(dev, chosen, right)))
-    counts = {name: sum(each[name] for _, each in found) for name in ("wrong_ids", "wrong_plans", "forwards")}
+    counted = ("wrong_ids", "wrong_plans", "forwards")
     return {
         "arm": arm,
         "k": k,
@@ -317,7 +317,7 @@ def schedules(arm: str = "before", k: int = 5, **wanted: Any) -> dict[str, Any]:
         "lens": list(chosen.lens),
         "faults": sum(each["effect"] == "illegal-address" for _, each in found),
         **_effects(found),
-        **counts,
+        **{name: sum(each[name] for _, each in found) for name in counted},
     }
 
 
@@ -480,17 +480,8 @@ def _timed_step(
     k: int, ratio: float, metadata: bool, arm: str = "before", host_us: float = 10_000.0, pages: float = 0.0
 ) -> Device:
     """One step on the simulator's clock, without attention: who comes first does not depend on the layout."""
-    chosen = case(
-        arm,
-        "sim",
-        k,
-        lens=(206, 405, 490, 414),
-        metadata=metadata,
-        forward_us=ratio * host_us,
-        host_us=host_us,
-        pages_us=pages * host_us,
-        attend=False,
-    )
+    times: dict[str, Any] = {"forward_us": ratio * host_us, "host_us": host_us, "pages_us": pages * host_us}
+    chosen = case(arm, k=k, lens=(206, 405, 490, 414), metadata=metadata, attend=False, **times)
     dev = devices.open("sim", schedule=Timed(launch_us=0.0))
     RepeatedDrafts(dev, chosen, []).step(target_us=0.0 if metadata else 100 * k * host_us)
     return dev
@@ -596,7 +587,8 @@ def price(
     dev = open_device(device, "timed", arm_of(arms[0]), seed)
     draw = random.Random(seed)
     for k in ks:
-        loops = {arm: RepeatedDrafts(dev, _priced(arm, device, k, forward_us, seed), []) for arm in arms}
+        cases = [case(arm, device, k, layout="benign", seed=seed, forward_us=forward_us) for arm in arms]
+        loops = {arm: RepeatedDrafts(dev, one, []) for arm, one in zip(arms, cases, strict=True)}
         times: dict[str, list[float]] = {arm: [] for arm in arms}
         for _ in range(rounds + 1):
             for arm in draw.sample(list(arms), len(arms)):
@@ -634,10 +626,6 @@ def median_interval(values: Sequence[float], miss: float = 0.05) -> list[float]:
         left += 1
         below += math.comb(count, left) / 2**count
     return [ordered[left], ordered[-1 - left]]
-
-
-def _priced(arm: str, device: str, k: int, forward_us: float, seed: int) -> DraftCase:
-    return case(arm, device, k, layout="benign", seed=seed, forward_us=forward_us)
 
 
 def _time(dev: Device, loop: RepeatedDrafts, steps: int, target_us: float) -> float:

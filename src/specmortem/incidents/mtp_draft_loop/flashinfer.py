@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from importlib import import_module, metadata
 from typing import Any
@@ -86,25 +86,21 @@ def geometry(sms: int = 0) -> Geometry:
     return replace(H200, num_sms=sms or num_sms())
 
 
-@dataclass
 class DecodeAttention:
-    """Decode attention by the release: one KV cache, and wrappers that share a float workspace."""
+    """Decode attention by the release: one KV cache, and wrappers that share a float workspace.
 
-    max_pages: int
-    requests: int
-    workspace: torch.Tensor = field(init=False)
-    cache: torch.Tensor = field(init=False)  # bfloat16 [pages, 2, page, KV heads, head size]
-    query: torch.Tensor = field(init=False)  # bfloat16 [requests, heads, head size]
+    `cache` is bfloat16 [pages, 2, page, KV heads, head size], `query` bfloat16 [requests, heads, head size]; both are
+    fixed random numbers.
+    """
 
-    def __post_init__(self) -> None:
-        """Allocate, with fixed random numbers."""
+    def __init__(self, max_pages: int, requests: int) -> None:
         library()
         torch.manual_seed(0)
         options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-        self.cache = torch.randn(self.max_pages, 2, PAGE, KV_HEADS, HEAD_SIZE, **options)
-        self.query = torch.randn(self.requests, HEADS, HEAD_SIZE, **options)
-        self.indices = torch.arange(self.max_pages, dtype=torch.int32, device="cuda")
+        self.cache = torch.randn(max_pages, 2, PAGE, KV_HEADS, HEAD_SIZE, **options)
+        self.query = torch.randn(requests, HEADS, HEAD_SIZE, **options)
+        self.indices = torch.arange(max_pages, dtype=torch.int32, device="cuda")
 
     def wrapper(self, pinned: bool = True) -> Any:
         """A new decode wrapper, its plan buffer page-locked as released or pageable."""
@@ -313,19 +309,13 @@ def faulting_batches(count: int, sms: int = 0, k: int = 5, seed: int = 0) -> lis
     ]
 
 
-@dataclass
 class _Loop:
-    """A draft loop of K - 1 plans and forwards a step, in one arm."""
+    """A draft loop of K - 1 plans and forwards a step, in one arm; arms other than the fresh ones keep `wrapper`."""
 
-    arm: str
-    attention: DecodeAttention
-    cycles: int
-    k: int
-    held: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Make the wrapper that arms other than the fresh ones keep."""
-        self.wrapper = self.attention.wrapper(pinned=self.arm != "unpinned")
+    def __init__(self, arm: str, attention: DecodeAttention, cycles: int, k: int) -> None:
+        self.arm, self.attention, self.cycles, self.k = arm, attention, cycles, k
+        self.wrapper = attention.wrapper(pinned=arm != "unpinned")
+        self.held: list[Any] = []
         self.lengths = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def step(self, base: Sequence[int]) -> list[torch.Tensor]:

@@ -42,9 +42,9 @@ def consequence(plan: Plan, block: npt.NDArray[np.uint8], rows: int) -> str:
     past it; `wrong-plan`: all stays inside; `clean`: the block holds the plan itself. Row counts are unsigned and
     are rounded up to MERGE_ROWS in 32 bits (cascade.cuh:395, :426), so a descent by less than that merges nothing.
     """
-    seen = plan.seen_in(block)
-    if all(np.array_equal(seen[name], plan.arrays[name]) for name in seen):
+    if plan.is_in(block):
         return "clean"
+    seen = plan.seen_in(block)
     if not plan.split:
         return "write" if int(_unsigned(seen["o_indptr"][:-1]).max()) >= plan.num_reqs else "wrong-plan"
     low, high = _unsigned(seen["merge_indptr"][:-1]), _unsigned(seen["merge_indptr"][1:])

@@ -68,7 +68,10 @@ class DraftLoop(ABC):
 
     @abstractmethod
     def next_lengths(self) -> Array:
-        """The lengths of this pass as the host counts them, int32 [B]; read from the GPU where it knows none."""
+        """The lengths of this pass as the host counts them, int32 [B]: one more a request than in the pass before.
+
+        Read from the GPU where it knows none.
+        """
 
     @abstractmethod
     def read_lengths(self) -> Array:
@@ -84,7 +87,7 @@ class DraftLoop(ABC):
 
     @abstractmethod
     def forward(self, i: int) -> None:
-        """Enqueue the model and its attention by the plan of pass `i`."""
+        """Enqueue the model, attention by the plan of pass `i`, and the next token of each request."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,6 @@ class MtpProposer(DraftLoop):
         self._launch("keep drafts", _keep, (b.next_ids,), (b.draft_token_ids[0],))
 
     def next_lengths(self) -> Array:
-        """One more a request than in the pass before; read from the GPU where the host knows none."""
         if self._lengths is None:
             return self.read_lengths()
         self._lengths = self._lengths + 1
@@ -262,7 +264,6 @@ class MtpProposer(DraftLoop):
         return lengths
 
     def plan(self, i: int, lengths: Array, pages: bool = True) -> Plan:
-        """The plan of pass `i`, after what a build enqueues before it."""
         if pages:
             self._send_pages(i, lengths)
         self.plans[i] = self.planner.plan(lengths)
@@ -296,13 +297,11 @@ class MtpProposer(DraftLoop):
         self.device.copy_async(b.last_pages, last, self.stream, name="last pages copy")
 
     def write_inputs(self, stream: Stream | None = None) -> None:
-        """The two writes that were blamed: in the stream of the model that reads them, unless one is given."""
         b = self.buffers
         self._launch("write input_ids", _keep, (b.next_ids,), (b.input_ids,), stream=stream)
         self._launch("write hidden_states", _keep, (b.next_hidden,), (b.hidden_states,), stream=stream)
 
     def forward(self, i: int) -> None:
-        """The model, attention by the plan of pass `i`, and the next token of each request."""
         b, c = self.buffers, self.case
         self._run("model", self._model)
         self.device.spin(c.forward_us, self.stream)
