@@ -101,7 +101,8 @@ def _list(value: Any) -> list[Any]:
 
 def _comments(text: str) -> str:
     """The service file itself for what it says beside commands, without lines that would be read as one."""
-    return "\n".join(line for line in text.splitlines() if "serve" not in line and "--" not in line)
+    commands = ("vllm serve", "api_server", "--")
+    return "\n".join(line for line in text.splitlines() if not any(word in line for word in commands))
 
 
 def _services(text: str) -> Iterator[str]:
