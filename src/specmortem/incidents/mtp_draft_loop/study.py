@@ -105,15 +105,17 @@ def schedule_rows(most: int = 6, k: int = 5) -> list[Row]:
 
     On the simulated device whatever the device is.
     """
-    asked = [("before", drafts) for drafts in range(1, most + 1)] + [
-        ("no-page-kernel", 3),
-        ("no-page-kernel", 4),
+    asked: list[tuple[str, int, str, dict[str, Any]]] = [
+        *(("before", drafts, "", {}) for drafts in range(1, most + 1)),
+        ("before", 3, "-no-metadata", {"metadata": False}),
+        ("before", 4, "-graphs", {"graphs": True}),
+        *(("no-page-kernel", drafts, "", {}) for drafts in (3, 4)),
+        *((arm, k, "", {}) for arm in (*FIXED, *HIDING)),
+        *((arm, CONTROL_DRAFTS, "", {}) for arm in CONTROLS),
     ]
-    asked += [(arm, k) for arm in (*FIXED, *HIDING)] + [(arm, CONTROL_DRAFTS) for arm in CONTROLS]
-    cells = [_cell("schedules", arm, drafts, experiments.schedules) for arm, drafts in asked]
-    cells[most:most] = [
-        _cell("schedules", "before", 3, experiments.schedules, "-no-metadata", metadata=False),
-        _cell("schedules", "before", 4, experiments.schedules, "-graphs", graphs=True),
+    cells = [
+        _cell("schedules", arm, drafts, experiments.schedules, suffix, **more)
+        for arm, drafts, suffix, more in asked
     ]
     cells += [
         Cell(CAUSE, f"schedules/{name}/k2", "before", experiments.two_steps, {"target_waits": waits})
@@ -283,8 +285,10 @@ def long_rows(
     if device == "cuda":
         asked += [("before", 3, steps), ("no-page-kernel", 3, -(-steps // 4)), ("before", 5, steps)]
     kwargs: dict[str, Any] = {"device": device, "forward_us": forward_us, "seed": seed, "schedule": "random"}
-    cells = [_cell("steps", arm, k, experiments.steps, steps=n, **kwargs) for arm, k, n in asked]
-    cells = [replace(cell, timeout_s=timeout_s) for cell in cells]
+    cells = [
+        replace(_cell("steps", arm, k, experiments.steps, steps=n, **kwargs), timeout_s=timeout_s)
+        for arm, k, n in asked
+    ]
     return study.grid(cells, steps_row, cuda_parallel=SIDE_BY_SIDE)
 
 
@@ -338,25 +342,19 @@ def three_draft_rows(device: DeviceKind) -> list[Row]:
 
     On the simulator a copy into an idle stream runs at once; on a GPU the two processes share it.
     """
+
+    def read(end: ArmResult, cell: Cell) -> Row:
+        if end.kind != "value":
+            return study.effect(end, cell)
+        return Row.of(Verdict.from_dict(end.value), cause=cell.cause, subject=cell.subject, arm=cell.arm)
+
+    subjects = [f"vllm=={release}" for release in THREE_DRAFTS]
+    asked = [{"subject": subject, "device": device} for subject in subjects]
     cells = [
-        Cell(
-            CAUSE,
-            "released-k3",
-            subject,
-            probe.three_drafts,
-            {"subject": subject, "device": device},
-            None,
-            device,
-        )
-        for subject in (f"vllm=={release}" for release in THREE_DRAFTS)
+        Cell(CAUSE, "released-k3", subject, probe.three_drafts, kwargs, device=device)
+        for subject, kwargs in zip(subjects, asked, strict=True)
     ]
-    return study.grid(cells, _judged, cuda_parallel=len(cells))
-
-
-def _judged(end: ArmResult, cell: Cell) -> Row:
-    if end.kind != "value":
-        return study.effect(end, cell)
-    return Row.of(Verdict.from_dict(end.value), cause=cell.cause, subject=cell.subject, arm=cell.arm)
+    return study.grid(cells, read, cuda_parallel=len(cells))
 
 
 # The real library
