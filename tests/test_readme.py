@@ -25,7 +25,12 @@ def on_a_terminal(command):
     env = {**os.environ, "COLUMNS": "80", "LINES": "60", "NO_COLOR": "1", "TERM": "dumb"}
     env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
     process = subprocess.Popen(
-        ["bash", "-c", command], stdout=side, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, cwd=ROOT, env=env
+        ["bash", "-c", command],
+        stdout=side,
+        stderr=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+        cwd=ROOT,
+        env=env,
     )
     os.close(side)
     found = b""
