@@ -1,9 +1,18 @@
-"""`python benchmarks/exposure.py data/exposure.csv`: who is affected, over releases and configurations."""
+"""Write data/exposure.csv: who is affected, over releases and launches, from verdicts and rules."""
 
-import sys
 from pathlib import Path
+
+import click
 
 from specmortem.affected.matrix import as_csv
 
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+def main(out: Path) -> None:
+    """Write OUT.csv."""
+    out.write_text(as_csv(), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(as_csv(), encoding="utf-8")
+    main()
