@@ -50,7 +50,7 @@ def incident(tree, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def of_function(tree, tmp_path_factory):
-    return made(tree, tmp_path_factory.mktemp("incidents"), "my-count", "--function", "num_blocks")
+    return made(tree, tmp_path_factory.mktemp("incidents"), "my-tally", "--function", "num_blocks")
 
 
 def call(*arguments):

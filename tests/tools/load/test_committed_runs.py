@@ -12,6 +12,7 @@ from specmortem.tools.load.outcome import Outcome
 from specmortem.tools.load.result import Result, Status
 
 ROOT = Path(__file__).parents[3]
+DEPTH = 3  # drafts a step of those runs
 FOLDER = ROOT / "investigations" / "async-accepted-counts" / "runs" / "serve"
 RUNS = ("rounds", "ramp", "killed")
 TASKS = tasks(48, 7, (48, 160), 40)
@@ -56,9 +57,9 @@ def test_the_server_accepted_what_the_model_accepts_by_itself():
     from specmortem.tools.engine.tiny_model import load, speculate
 
     model = load(ROOT / "data" / "tiny-recall")
-    alone = [speculate(model, task.prompt, len(task.answer), 3) for task in TASKS]
+    alone = [speculate(model, task.prompt, len(task.answer), DEPTH) for task in TASKS]
     assert [tuple(one.tokens) for one in alone] == [task.answer for task in TASKS]
     for name, said in {"rounds": 5 * alone + alone[:1], "ramp": 145 * alone[:1]}.items():
-        told = (sum(one.proposed for one in said), sum(sum(one.counts) for one in said))
+        told = (sum(DEPTH * len(one.counts) for one in said), sum(sum(one.counts) for one in said))
         overall = committed(name).acceptance.overall
         assert (overall.draft_tokens, overall.accepted_tokens) == told
