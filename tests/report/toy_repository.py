@@ -1,8 +1,11 @@
 """A small repository with one incident and whatever notebook a test needs."""
 
+import shutil
 from pathlib import Path
 
 import nbformat
+
+DATA = Path(__file__).parents[2] / "data"
 
 INCIDENT = """
 schema = 1
@@ -84,7 +87,10 @@ def notebook(*code: str, title: str = "# Toy notebook") -> nbformat.NotebookNode
 
 
 def repository(home: Path, *code: str, slug: str = "toy") -> Path:
-    """Write the repository; returns its investigations folder."""
+    """Write the repository, with the verdicts on record; returns its investigations folder."""
+    (home / "data").mkdir(exist_ok=True)
+    for table in DATA.glob("audit*.csv"):
+        shutil.copy(table, home / "data")
     root = home / "investigations"
     (root / slug).mkdir(parents=True)
     (root / slug / "incident.toml").write_text(INCIDENT.format(slug=slug))
