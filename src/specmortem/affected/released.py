@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,11 +14,12 @@ from packaging.version import Version
 
 from specmortem.errors import BadInputError, UnavailableError
 from specmortem.facts import find_root
-from specmortem.incident import all_incidents
+from specmortem.incident import causes
 from specmortem.verdict import Results, Row
 
 Status = Literal["fault", "clean", "not-present", "not-judged"]
 AUDIT, ON_GPU = Path("data/audit.csv"), Path("data/audit-cuda.csv")
+COLUMNS = {"cause", "version", "status", "date"}
 RUNS = "runs/*/results.json"
 RELEASE = "vllm=="
 ABSENT: Status = "not-judged"
@@ -43,6 +45,12 @@ class Released:
         """Releases that were judged, oldest first."""
         return sorted({release for _, release in self.verdicts}, key=Version)
 
+    @property
+    def incidents(self) -> frozenset[str]:
+        """Incidents of which some cause was judged on some release; those of others have no such record."""
+        judged, known = {cause for cause, _ in self.verdicts}, causes()
+        return frozenset(known[cause].slug for cause in judged & known.keys())
+
     def of(self, cause: str, release: str) -> KnownVerdict:
         """The verdict; `not-judged` for a release or a cause that has none."""
         return self.verdicts.get((cause, release)) or KnownVerdict(ABSENT, "no probe ran on it")
@@ -50,30 +58,36 @@ class Released:
     def check(self, rows: Iterable[Row], source: str) -> None:
         """Raises BadInputError for a row of a run that contradicts the audit."""
         for row in rows:
-            known = self.of(row.cause, row.subject.removeprefix(RELEASE))
-            if row.outcome in ("fault", "clean") and _contradict(known.status, row.outcome):
-                raise BadInputError(
-                    f"{source} says {row.outcome} of {row.cause} on {row.subject}, {known.source} says "
-                    f"{known.status}; judge it again: specmortem audit {row.subject} --cause {row.cause}"
-                )
+            release = row.subject.removeprefix(RELEASE)
+            _agree(row.cause, release, self.of(row.cause, release), KnownVerdict(row.outcome, source))
 
 
-def _contradict(known: Status, outcome: str) -> bool:
-    return known in ("fault", "clean") and known != outcome
+def _agree(cause: str, release: str, known: KnownVerdict, other: KnownVerdict) -> None:
+    """Raises BadInputError where one says that there is a fault, and the other that there is none."""
+    said = {known.status, other.status}
+    if "fault" in said and said & {"clean", "not-present"}:
+        subject = f"{RELEASE}{release}"
+        raise BadInputError(
+            f"{other.source} says {other.status} of {cause} on {subject}, {known.source} says "
+            f"{known.status}; judge it again: specmortem audit {subject} --cause {cause}"
+        )
 
 
 @cache
 def released(root: Path | None = None) -> Released:
     """The verdicts of this checkout or wheel; `root` is the folder of the investigations.
 
-    Raises UnavailableError where the audit cannot be read, BadInputError for one that is damaged, and for a run of
-    the repository that contradicts it.
+    A verdict of the GPU counts where the CPU could not judge. Raises UnavailableError where the audit cannot be read,
+    BadInputError for one that is damaged, and for a GPU or a run of the repository that contradicts it.
     """
     root = root or find_root()
-    found, date = _audit(root.parent, AUDIT)
+    found, made = _audit(root.parent, AUDIT)
     on_gpu, _ = _audit(root.parent, ON_GPU)
-    found |= {key: known for key, known in on_gpu.items() if found.get(key, known).status == "not-judged"}
-    book = Released(found, date)
+    for key, known in on_gpu.items():
+        if found.setdefault(key, known).status == "not-judged":
+            found[key] = known
+        _agree(*key, found[key], known)
+    book = Released(found, made)
     for path in sorted(root.glob(f"*/{RUNS}")):
         rows = [row for row in Results.load(path).rows if row.subject.startswith(RELEASE)]
         book.check(rows, str(path.relative_to(root.parent)))
@@ -81,27 +95,35 @@ def released(root: Path | None = None) -> Released:
 
 
 def _audit(folder: Path, name: Path) -> tuple[dict[tuple[str, str], KnownVerdict], str]:
+    """The verdicts of a table, and the newest of its dates."""
     path = folder / name
     try:
         with path.open(encoding="utf-8", newline="") as stream:
-            lines = list(csv.DictReader(stream))
+            return _verdicts(list(csv.DictReader(stream)), name)
     except OSError as error:
         raise UnavailableError(f"cannot read {path}: {error.strerror or error}") from error
-    try:
-        found = {(line["cause"], line["version"]): _known(line, name) for line in lines}
-        return found, max(line["date"] for line in lines)
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadInputError(f"{path} is no table of an audit: {error!r}; write it with audit --csv") from None
+    except (csv.Error, TypeError, ValueError) as error:
+        raise BadInputError(f"{path} is no table of an audit: {error}; write it with audit --csv") from None
+
+
+def _verdicts(
+    lines: Sequence[Mapping[str, str]], name: Path
+) -> tuple[dict[tuple[str, str], KnownVerdict], str]:
+    if missing := COLUMNS - set(lines[0] if lines else ()):
+        raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    found: dict[tuple[str, str], KnownVerdict] = {}
+    for line in lines:
+        known = _known(line, name)
+        if found.setdefault((line["cause"], line["version"]), known) != known:
+            raise ValueError(f"{line['cause']} on {line['version']} stands twice, and not alike")
+    return found, max(line["date"] for line in lines)
 
 
 def _known(line: Mapping[str, str], name: Path) -> KnownVerdict:
+    """The verdict of a row. Raises ValueError, or TypeError for a row that is cut, where it is none."""
     status = line["status"]
     if status not in get_args(Status):
-        raise BadInputError(f"{name}: {status!r} is no status; known: {', '.join(get_args(Status))}")
+        raise ValueError(f"{status!r} is no status; known: {', '.join(get_args(Status))}")
     Version(line["version"])
+    date.fromisoformat(line["date"])
     return KnownVerdict(status, f"{name} of {line['date']}")  # type: ignore[arg-type]
-
-
-def judged_causes() -> set[str]:
-    """Causes that a probe judges."""
-    return {probe.cause for one in all_incidents().values() for probe in one.probes}
