@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from specmortem.affected.released import KnownVerdict, Released, released
-from specmortem.exposure import Config, Reach, Resolved, Rule
+from specmortem.exposure import Condition, Config, Reach, Resolved, Rule
 from specmortem.incident import Incident, all_incidents, rules
 
 Answer = Literal["affected", "not-affected", "unknown"]
@@ -21,6 +21,7 @@ EFFECTS = {
     "unseen": "nothing is known to reach it",
 }
 OF_CHAINS = "what its links give"
+NO_RULE = Rule((Condition("a rule for it, which its incident does not state", lambda config: None),))
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,16 @@ def joint(answers: Iterable[Answer]) -> Answer:
     return "affected" if "affected" in found else "unknown" if "unknown" in found else "not-affected"
 
 
-def answer(config: Config, verdicts: Verdicts | None = None) -> Answers:
-    """Judge a launch; `verdicts` gives those of its vLLM, by default the ones on record for its release."""
+def answer(
+    config: Config, verdicts: Verdicts | None = None, incidents: Collection[str] | None = None
+) -> Answers:
+    """Judge a launch; `verdicts` gives those of its vLLM, by default the ones on record for its release.
+
+    `incidents` are the ones to answer for, by default all.
+    """
     known, launch = verdicts or of_release(config.version), Resolved(config)
-    return Answers(config, tuple(_incident(one, launch, known) for one in all_incidents().values()))
+    wanted = [one for one in all_incidents().values() if incidents is None or one.slug in incidents]
+    return Answers(config, tuple(_incident(one, launch, known) for one in wanted))
 
 
 def of_release(release: str, book: Released | None = None) -> Verdicts:
@@ -102,10 +109,12 @@ def of_release(release: str, book: Released | None = None) -> Verdicts:
 
 
 def _incident(one: Incident, launch: Resolved, verdicts: Verdicts) -> IncidentAnswer:
-    judged = [_cause(cause, rule, launch, verdicts) for cause, rule in one.exposure.items()]
+    ruled = {probe.cause: NO_RULE for probe in one.probes} | dict(one.exposure)
+    judged = [_cause(cause, rule, launch, verdicts) for cause, rule in ruled.items()]
     causes = tuple(each for each in judged if each.rule.decides)
     others = tuple(each for each in judged if not each.rule.decides)
-    return IncidentAnswer(one.slug, joint(each.answer for each in causes), causes, others)
+    found = joint(each.answer for each in causes) if judged else "unknown"
+    return IncidentAnswer(one.slug, found, causes, others)
 
 
 def _cause(cause: str, rule: Rule, launch: Resolved, verdicts: Verdicts) -> CauseAnswer:

@@ -11,10 +11,11 @@ from specmortem.exposure.config import NO_SPECULATION, UNNAMED, Config, brings_n
 def resolve(config: Config, *, assume: bool = True) -> Config:
     """The configuration with what follows from it: from its model, and from vLLM's defaults where it is whole.
 
-    `assume` says that a launch which is not known whole has the default runner, which a variable may change.
+    `assume` says that a launch which is not known whole has the default runner, cache mode and backend of the drafter,
+    which a part of it that is not known may change.
     """
-    config = _caching(_runner(_plain_defaults(_model(config)), assume))
-    return _draft_attention(_attention(_async(config)))
+    config = _caching(_runner(_plain_defaults(_model(config)), assume), assume)
+    return _draft_attention(_attention(_async(config)), assume)
 
 
 def _model(c: Config) -> Config:
@@ -57,7 +58,7 @@ def _runner(c: Config, assume: bool) -> Config:
     return c
 
 
-def _caching(c: Config) -> Config:
+def _caching(c: Config, assume: bool) -> Config:
     """Prefix caching of hybrids (EngineArgs) and the cache mode that it gives (`MambaModelConfig`).
 
     Off by default to 0.27.1, as an option (arg_utils.py: 0.26.0:2518-2522), on from 0.28.0 (0.28.0:2650). Without it
@@ -70,7 +71,8 @@ def _caching(c: Config) -> Config:
     if c.prefix_caching is False:
         given = f", whatever --mamba-cache-mode {c.cache_mode} says" if c.cache_mode else ""
         return replace(c, cache_mode="none", sources={**c.sources, "cache_mode": f"no prefix caching{given}"})
-    if c.prefix_caching and c.hybrid and (mode := released.default(c, "cache_mode_if_cached")):
+    known = (c.complete or assume) and c.prefix_caching and c.hybrid
+    if known and (mode := released.default(c, "cache_mode_if_cached")):
         c = c.with_default("cache_mode", mode, "what prefix caching makes of it")
     if c.cache_mode in ("align", "all"):
         c = c.with_default("prefix_caching", True, f"{c.cache_mode} needs it")
@@ -103,11 +105,11 @@ def follows_target(c: Config) -> bool | None:
     return c.before("0.30.0") if older is False and c.runner == "v2" else older
 
 
-def _draft_attention(c: Config) -> Config:
+def _draft_attention(c: Config, assume: bool) -> Config:
     """The backend of the drafter.
 
     Where the whole command is not known, the key may have been left out of it: then what would be chosen counts only
-    if the target has the same.
+    if the target has the same. Where the release is not known, neither is which of the two counts.
     """
     follows = follows_target(c)
     if follows:
@@ -115,12 +117,15 @@ def _draft_attention(c: Config) -> Config:
         return replace(c, draft_attention=c.attention, sources={**c.sources, "draft_attention": told})
     if follows is False and c.runner == "v2":
         return c.with_default("draft_attention", c.attention, "the target's on the V2 runner")
+    if follows is None and c.attention != c.draft_attention:
+        return replace(c, draft_attention="")
     chosen, why = _chosen(c, c.draft_kv_cache_dtype or c.kv_cache_dtype)
     if c.attention and c.attention != chosen:
         if follows is None or not c.complete:
             return c
         why += f"; {c.attention} is the target's alone"
-    return c.with_default("draft_attention", chosen, why) if c.complete or c.attention else c
+    known = c.complete or (assume and c.attention)
+    return c.with_default("draft_attention", chosen, why) if known else c
 
 
 def _chosen(c: Config, kv_cache_dtype: str) -> tuple[str, str]:

@@ -87,7 +87,9 @@ def _graphs(c: Config) -> bool | None:
 
 
 def _full_graphs(c: Config) -> bool | None:
-    return "FULL" in c.cudagraphs if c.cudagraphs else (False if c.eager else None)
+    if c.eager:
+        return False
+    return "FULL" in c.cudagraphs if c.cudagraphs else None
 
 
 def _not_align(c: Config) -> bool | None:
