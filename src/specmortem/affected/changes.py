@@ -6,19 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specmortem.exposure import NO_SPECULATION, Config, resolve
+from specmortem.exposure import NO_SPECULATION, Config, follows_target, resolve
+from specmortem.exposure.config import brings_no_drafter
 
 OTHER_BACKEND = "FLASH_ATTN"
+FLASH_COST = "needs a model and a KV cache type that FlashAttention takes; not measured"
 
 
 @dataclass(frozen=True)
 class LaunchChange:
     """A flag, or a few that belong together: how it is written, what it makes of a launch, and its price.
 
-    `weight` orders changes by what they take away; `lever` is what it turns, so that two of one never go together.
+    `weight` orders changes by what they take away; `fits` says whether a launch can be changed so.
     """
 
-    lever: str
     flags: Callable[[Config], tuple[str, ...]]
     fields: dict[str, Any]
     cost: str
@@ -45,29 +46,37 @@ def _key(name: str, value: str) -> Callable[[Config], tuple[str, ...]]:
     return lambda config: (f"--speculative-config.{name} {value}",)
 
 
-def _backend(config: Config) -> tuple[str, ...]:
-    """Up to 0.20.2 the drafter of the V1 runner has the target's backend (`exposure.follows_target`)."""
-    if config.before("0.21.0"):
-        return (f"--attention-backend {OTHER_BACKEND}",)
-    return (f"--speculative-config.attention_backend {OTHER_BACKEND}",)
+def _one_backend(config: Config) -> bool:
+    """Whether the drafter has the target's backend: to 0.20.2, and to 0.29.0 on the V2 runner."""
+    return _speculates(config) and follows_target(resolve(config)) is True
 
 
-def _reaches_drafter(config: Config) -> bool:
-    """The V2 runner takes the drafter's own key from 0.30.0 on."""
-    return _speculates(config) and not (resolve(config).runner == "v2" and config.before("0.30.0"))
+def _own_backend(config: Config) -> bool:
+    return _speculates(config) and follows_target(resolve(config)) is False
+
+
+def _ends(config: Config) -> bool:
+    """Whether nothing drafts without --speculative-config: the model's own configuration may name a drafter."""
+    alone = config.own_drafter is False or brings_no_drafter(config.model)
+    return _speculates(config) and config.own_drafter is not True and alone
 
 
 CHANGES: tuple[LaunchChange, ...] = (
     LaunchChange(
-        "draft attention",
-        _backend,
-        {"draft_attention": OTHER_BACKEND, "attention": OTHER_BACKEND},
-        "needs a model and a KV cache type that FlashAttention takes; not measured",
+        _fixed(f"--attention-backend {OTHER_BACKEND}"),
+        {"attention": OTHER_BACKEND},
+        FLASH_COST,
         1,
-        _reaches_drafter,
+        _one_backend,
     ),
     LaunchChange(
-        "drafts",
+        _key("attention_backend", OTHER_BACKEND),
+        {"draft_attention": OTHER_BACKEND},
+        FLASH_COST,
+        1,
+        _own_backend,
+    ),
+    LaunchChange(
         _key("num_speculative_tokens", "2"),
         {"drafts": 2},
         "shorter accepted runs; on one reported server 2 drafts were the fastest (vllm#42603)",
@@ -75,7 +84,6 @@ CHANGES: tuple[LaunchChange, ...] = (
         lambda config: _speculates(config) and (config.drafts or 0) > 2,
     ),
     LaunchChange(
-        "prefix caching",
         _fixed("--no-enable-prefix-caching"),
         {"prefix_caching": False, "cache_mode": None},
         "no reuse of prefixes",
@@ -83,7 +91,6 @@ CHANGES: tuple[LaunchChange, ...] = (
         lambda config: config.hybrid is not False,
     ),
     LaunchChange(
-        "async",
         _fixed("--no-async-scheduling"),
         {"async_scheduling": False},
         "the host's work is no longer hidden behind the device's; not measured on a server",
@@ -91,7 +98,6 @@ CHANGES: tuple[LaunchChange, ...] = (
         lambda config: (config.pipeline or 1) == 1,
     ),
     LaunchChange(
-        "graphs",
         _fixed("--enforce-eager"),
         {"eager": True, "cudagraphs": "NONE"},
         "20 to 40 % more time a decode step (z-lab/dflash#146)",
@@ -99,7 +105,6 @@ CHANGES: tuple[LaunchChange, ...] = (
         lambda config: config.eager is not True,
     ),
     LaunchChange(
-        "pipeline",
         _fixed("--pipeline-parallel-size 1"),
         {"pipeline": 1},
         "the model must fit, or tensor parallelism takes over",
@@ -107,15 +112,13 @@ CHANGES: tuple[LaunchChange, ...] = (
         lambda config: (config.pipeline or 1) > 1,
     ),
     LaunchChange(
-        "speculation",
         _fixed("no --speculative-config"),
-        {"speculation": NO_SPECULATION, "drafts": None},
+        {"speculation": NO_SPECULATION, "drafts": None, "draft_attention": ""},
         "the speed-up of speculation, 1.4 to 2.9 times in z-lab/dflash#146",
         8,
-        _speculates,
+        _ends,
     ),
     LaunchChange(
-        "sequences",
         _fixed("--max-num-seqs 1"),
         {"max_num_seqs": 1},
         "all concurrency",

@@ -95,9 +95,9 @@ def configurations() -> tuple[Configuration, ...]:
 
 @cache
 def judged(name: str, release: str) -> Answers:
-    """A configuration on a release."""
+    """A configuration on a release, for the incidents that were judged."""
     config = next(each.config for each in configurations() if each.name == name)
-    return answer(on_release(config, release))
+    return answer(on_release(config, release), incidents=released().incidents)
 
 
 def cells(incident: str = "") -> Iterator[ExposureCell]:

@@ -5,7 +5,7 @@ Over all incidents at once, so that the way out of one never leads into another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -55,41 +55,48 @@ class Advice:
 
 
 def advise(config: Config, book: Released | None = None) -> Advice:
-    """The cheapest safe changes on the launch's release, and the nearest release with the fewest."""
+    """The cheapest safe changes on the launch's release, and the nearest release with the cheapest.
+
+    Only incidents with a verdict on record have a say: one of somebody's own is unknown wherever one goes.
+    """
     book = book or released()
     stay = _cheapest(config, config.version, book) if config.version else None
     return Advice(stay, _move(config, book))
 
 
 def _move(config: Config, book: Released) -> Target | None:
-    """Fewest changes first, then newer before older, then the nearest."""
+    """Cheapest changes first, then newer before older, then the nearest; of a release not known, the newest."""
     found = [
         target
         for release in book.releases
         if release != config.version and (target := _cheapest(config, release, book))
     ]
-    return min(found, key=lambda target: _order(target, config.version), default=None)
+    here = _place(config.version, book.releases)
+    return min(found, key=lambda target: _order(target, here, book.releases), default=None)
 
 
-def _order(target: Target, present: str) -> tuple[int, bool, int]:
-    releases = [Version(release) for release in released().releases]
-    place = releases.index(Version(target.release))
+def _place(release: str, releases: Sequence[str]) -> int:
+    """Where a release stands among those on record; one that is not known stands at their end."""
     try:
-        here = sum(release < Version(present) for release in releases) if present else 0
+        return sum(Version(each) < Version(release) for each in releases)
     except InvalidVersion:
-        here = 0
+        return len(releases)
+
+
+def _order(target: Target, here: int, releases: Sequence[str]) -> tuple[int, bool, int]:
+    place = releases.index(target.release)
     return sum(change.weight for change in target.changes), place < here, abs(place - here)
 
 
 def _cheapest(config: Config, release: str, book: Released) -> Target | None:
     """The launch on a release with the least that makes it safe; None where nothing does."""
     on = on_release(config, release)
-    verdicts = of_release(release, book)
+    verdicts, incidents = of_release(release, book), book.incidents
     for changes in _choices(on):
         changed = on
         for change in changes:
             changed = change.applied(changed)
-        judged = answer(changed, verdicts)
+        judged = answer(changed, verdicts, incidents)
         if judged.safe:
             return Target(release, changes, judged)
     return None

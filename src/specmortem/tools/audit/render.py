@@ -119,7 +119,7 @@ def _way_out(audit: Audit) -> list[str]:
 def _ways(advice: Advice) -> str:
     ways = [f"vLLM {advice.move.release} {' '.join(advice.move.flags)}".strip()] if advice.move else []
     ways += [f"here {' '.join(advice.stay.flags)}"] if advice.stay and advice.stay.changes else []
-    return "; or ".join(ways) or "no release on record is safe with it; run without --speculative-config"
+    return "; or ".join(ways) or "nothing safe is on record"
 
 
 def _counts(audit: Audit) -> str:

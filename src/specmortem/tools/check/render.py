@@ -61,7 +61,7 @@ def _target(each: Checked) -> str:
     stay, move = each.advice.stay, each.advice.move
     ways = [f"safe on vLLM {move.release}{_with(move)}"] if move else []
     ways += [f"here{_with(stay)} ({stay.cost})"] if stay and stay.changes else []
-    return "; or ".join(ways) or "nothing safe is on record: run without --speculative-config"
+    return "; or ".join(ways) or "nothing safe is on record"
 
 
 def _with(target: Target) -> str:
