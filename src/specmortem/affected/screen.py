@@ -29,10 +29,15 @@ class ScreenLine:
         return told(each for each in self.line.stretches if each.answer == answer)
 
     @property
+    def example(self) -> str:
+        """A release to show it at: the newest that is affected."""
+        return [cell.release for cell in self.line.cells if cell.answer == "affected"][-1]
+
+    @property
     def way_out(self) -> str:
         """Release and flags that are safe over all incidents."""
         if self.target is None:
-            return "no release on record; run without --speculative-config"
+            return "none on record"
         flags = f" with {' '.join(self.target.flags)}" if self.target.flags else ""
         return f"{self.target.release}{flags}"
 
@@ -50,8 +55,8 @@ class Safest:
     def text(self) -> str:
         """In a sentence."""
         told = f"At vLLM {self.release}, {self.safe} of {self.launches} common launches reach no incident as they are"
-        counts = Counter(incidents for _, incidents in self.others)
-        rest = ", ".join(f"{count} reach {incidents}" for incidents, count in counts.items())
+        counts = Counter(reached for _, reached in self.others)
+        rest = ", ".join(f"{count} {reached}" for reached, count in counts.items())
         return f"{told}; {rest}." if rest else f"{told}."
 
 
@@ -110,5 +115,5 @@ def safest() -> Safest:
 
 def _reaches(each: matrix.Configuration, release: str) -> tuple[str, str]:
     judged = matrix.judged(each.name, release)
-    hit = judged.named("affected") or judged.named("unknown")
-    return each.shown, " and ".join(one.incident for one in hit)
+    told = {"affected": "reach", "unknown": "may reach"}[judged.answer]
+    return each.shown, f"{told} {' and '.join(one.incident for one in judged.named(judged.answer))}"
