@@ -1,5 +1,6 @@
 """What the first screen of each page says of releases and flags is what data/exposure.csv says."""
 
+import re
 import shlex
 
 import pytest
@@ -45,7 +46,7 @@ def test_no_field_of_a_first_screen_contradicts_the_table(pages, slug):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("0.28.0</span>", "0.27.1</span>"),
+        (r"0\.\d+\.\d+</span>", "0.20.1</span>"),
         ("<strong>0.29.0</strong>", "<strong>0.28.0</strong>"),
         ("<td>–</td>", "<td>0.33.0</td>"),
         (" alike</small>", "0 alike</small>"),
@@ -67,9 +68,9 @@ def test_no_field_of_a_first_screen_contradicts_the_table(pages, slug):
 def test_a_planted_contradiction_is_seen(pages, slug, old, new):
     text = pages[slug]
     head, start, rest = text.partition('aria-label="Summary"')
-    if old not in rest.partition("</section>")[0]:
-        pytest.skip(f"this page has no {old}")
-    assert found(head + start + rest.replace(old, new, 1), slug) != []
+    other, count = re.subn(old, new, rest, count=1)
+    assert count
+    assert found(head + start + other, slug) != []
 
 
 @pytest.mark.parametrize(("name", "release"), [("hybrid-mtp", "0.24.0"), ("hybrid-dflash", "0.27.1")])
