@@ -65,7 +65,12 @@ class _Commands(click.Group):
             ctx.exit(INTERRUPTED)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=examples("specmortem check serve.log", "specmortem COMMAND --help"),
+)
 @click.version_option(__version__, prog_name="specmortem")
 @click.option(
     "--incidents",

@@ -75,14 +75,14 @@ def render(executed: Path, out: Path | None = None, root: Path | None = None) ->
 
 
 def find_page(slug: str, out: Path, root: Path | None = None) -> Path:
-    """The page of an incident: of the run in `out`, else the newest reference run of the repository.
+    """The page of an incident: of the run in `out`, else the reference run, of a GPU where there is one.
 
     Raises BadInputError for an unknown slug, UnavailableError where there is no page.
     """
     home = fact_files.homes(root).get(slug)
     if home is None:
         raise BadInputError(f"no incident {slug!r}; known: {', '.join(fact_files.homes(root))}")
-    places = [out / slug / PAGE, home / "runs" / "cuda" / PAGE]
+    places = [out / slug / PAGE, *(home / "runs" / backend / PAGE for backend in ("cuda", "cpu", "sim"))]
     for page in places:
         if page.is_file():
             return page.resolve()

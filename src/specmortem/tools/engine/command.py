@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from specmortem.errors import BadInputError
+from specmortem.report.examples import examples
 
 if TYPE_CHECKING:
     from specmortem.tools.engine.arms import EngineArm, Experiment
@@ -23,7 +24,12 @@ INTERRUPTED = 130
 SMOKE = "smoke.json"  # no name that a page looks for
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "specmortem engine SLUG --plan",
+        "specmortem engine SLUG --at 0.24.0=/opt/vllm/bin/python --arm before --arm after",
+    )
+)
 @click.argument("incident", metavar="SLUG|FILE.toml")
 @click.option(
     "--at", "places", multiple=True, metavar="X.Y.Z=PYTHON|DIR:DIR", help="Where a vLLM release is."

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specmortem.errors import BadInputError, UnavailableError
+from specmortem.report.examples import examples
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -26,7 +27,13 @@ SECONDS = click.FloatRange(min=0, min_open=True)
 COUNT = click.IntRange(min=1)
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(
+    context_settings={"show_default": True},
+    epilog=examples(
+        "specmortem load --url http://127.0.0.1:8000 --shape two-streams",
+        "specmortem load --url http://127.0.0.1:8000 --concurrency 16,32 --check --expect clean --out out/load",
+    ),
+)
 @click.option("--url", required=True, metavar="URL", help="Root of the server, e.g. http://127.0.0.1:8000")
 @click.option("--shape", type=click.Choice(SHAPE_NAMES), default="short-ramp")
 @click.option("--model", metavar="NAME", help="By default the first that the server lists.")

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from specmortem.errors import BadInputError, SpecmortemError, UnavailableError
+from specmortem.report.examples import examples
 
 TEMPLATE = Path(__file__).with_name("template")
 OVERVIEW = "overview"  # what `run` calls the notebook of all incidents
@@ -18,7 +19,12 @@ SLUG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 PLACE = re.compile(r"(?P<file>[\w./-]+\.py):(?P<name>[A-Za-z_][\w.]*)")
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "specmortem new row-mix --function vllm/v1/worker/block_table.py:BlockTable.append_row --subject installed",
+        "specmortem new torn-copy --kernel vllm/v1/sample/rejection_sampler.py:expand_kernel --subject vllm==0.33.0",
+    )
+)
 @click.argument("slug")
 @click.option(
     "--kernel", metavar="FILE:NAME", help="A Triton kernel of the subject, such as vllm/x.py:copy_kernel."
