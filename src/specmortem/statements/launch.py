@@ -51,7 +51,12 @@ TALK = re.compile(
 
 
 def load(source: str) -> Config:
-    """The configuration in a file, or on standard input for `-`.
+    """The first launch that says something of those that `load_all` reads."""
+    return load_all(source)[0]
+
+
+def load_all(source: str) -> list[Config]:
+    """The launches that say something in a file, or on standard input for `-`; at least one.
 
     Raises UnavailableError when the file cannot be read, BadInputError when nothing in it is a configuration.
     """
@@ -59,8 +64,8 @@ def load(source: str) -> Config:
         data = sys.stdin.buffer.read(MAX_BYTES) if source == "-" else Path(source).read_bytes()[:MAX_BYTES]
     except OSError as error:
         raise UnavailableError(f"cannot read {source}: {error.strerror or error}") from error
-    found = parse(data.decode("utf-8", "replace"))
-    if not says_anything(found):
+    found = [config for config in launches(data.decode("utf-8", "replace")) if says_anything(config)]
+    if not found:
         raise BadInputError(
             f"{source}: no flag, log line or key=value word in it says how vLLM runs; give a launch command"
         )

@@ -149,3 +149,21 @@ def test_a_seed_that_gives_no_figure_is_told(monkeypatch):
     monkeypatch.setattr("specmortem.tools.audit.campaign.all_incidents", lambda: {"toy": toy})
     result = invoke("campaign", "broken", "--seeds", "1")
     assert result.exit_code == 3 and "seed 0 gave no figure" in result.stdout
+
+
+def test_an_environment_without_vllm_is_one_error_and_not_one_a_cause():
+    result = invoke("audit", "installed", "--no-cache")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "specmortem: error: installed: this environment has no vllm; install it, or name a release as vllm==X\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("vllm serve a -pp 2\nvllm serve a -pp 3\n", True), ("pp=2", False)]
+)
+def test_a_text_of_several_launches_says_that_check_judges_all(rows, text, told):
+    result = invoke("audit", "vllm==0.1.0", "--config", "-", input=text)
+    assert rows["config"].pipeline == 2
+    note = "2 launches are stated, the first is judged; specmortem check judges all of them"
+    assert (note in result.stdout) is told

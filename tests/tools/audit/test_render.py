@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -154,3 +155,37 @@ def test_facts_come_from_the_incident_file():
     facts = facts_of(incident.probe_of("v2-null-block"))
     assert facts.fixed == "0.28.0" and facts.expected("0.27.1") == "affected"
     assert any("0.28.0" in action for action in facts.workarounds)
+
+
+def told(audit, **options):
+    console = Console(file=io.StringIO(), width=80)
+    render.terminal(audit, console, **options)
+    return console.file.getvalue().splitlines()
+
+
+GONE = Evidence(reason="no such wheel", detail={"unavailable": True})
+
+
+def test_a_subject_that_could_not_be_had_is_one_line_and_not_one_a_cause():
+    lost = [
+        row("not-judged", "vllm==9.9", cause, evidence=GONE, unavailable=True)
+        for cause in ("a-cause", "b-cause")
+    ]
+    other = row("not-judged", "vllm==9.9", "c-cause", evidence=Evidence(reason="needs a GPU"))
+    lines = told(Audit((*lost, other, row("clean")), 1, 0, 0, "sim"))
+    assert [line for line in lines if "9.9" in line] == ["vllm==9.9: -: – not judged: -: no such wheel"]
+    assert any(line.startswith("vllm==0.1.0: v2-null-block: ✓ clean") for line in lines)
+
+
+def test_a_subject_with_a_verdict_is_not_lost():
+    rows = (row("not-judged", cause="a-cause", evidence=GONE, unavailable=True), row("clean"))
+    assert render.lost_subjects(Audit(rows, 1, 0, 0, "sim")) == {}
+    assert sum(": a-cause: " in line for line in told(Audit(rows, 1, 0, 0, "sim"))) == 1
+
+
+def test_several_launches_are_named_where_the_first_is_judged():
+    note = "3 launches are stated, the first is judged; specmortem check judges all of them"
+    audit = replace(REACHED, launches=3)
+    assert note in told(audit) and note in render.markdown(audit) and note in render.page(audit)
+    assert note in json.loads(render.as_json(audit))["notes"]
+    assert not any("launches are stated" in line for line in told(REACHED))

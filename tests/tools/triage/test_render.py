@@ -1,11 +1,15 @@
 """Nothing private leaves, and nothing from a log is live in any output."""
 
 import json
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
 
+from specmortem.affected.targets import advise
+from specmortem.affected.words import way_out
 from specmortem.report.html import check_self_contained
+from specmortem.statements.launch import parse
 from specmortem.tools.triage import candidate_rows, headline, next_rows, triage_text
 from specmortem.tools.triage.redact import Redactor
 from specmortem.tools.triage.render import as_html, as_markdown, as_text, code
@@ -149,3 +153,69 @@ def test_the_tables_of_a_notebook():
     predicted = {row["how"]: row["predicted"] for row in next_rows(found)}
     assert f"{best['cause']}: clean" in predicted["--enforce-eager"]
     assert candidate_rows(triage_text("hello")) == [] == next_rows(triage_text("hello"))
+
+
+def forms(text):
+    report = triage_text(text)
+    return report.parts[0]["mitigation"], (
+        as_text(report),
+        as_markdown(report),
+        as_html(report),
+        report.as_json(),
+    )
+
+
+def test_an_affected_launch_gets_the_way_out_that_check_gives():
+    mitigation, outputs = forms(logs.DFLASH)
+    expected = way_out(advise(parse(logs.DFLASH)))
+    assert expected.startswith("safe on vLLM 0.")
+    assert mitigation == {"answer": "affected", "told": expected}
+    assert all(f"mitigation: {unescape(expected)}" in unescape(output) for output in outputs[:3])
+
+
+def test_an_unknown_launch_gets_no_advice_but_what_to_add():
+    """Its text says that --no-async-scheduling helped, which is a sentence and no verdict."""
+    mitigation, outputs = forms(logs.COUNTS)
+    assert mitigation["answer"] == "unknown"
+    assert mitigation["told"].startswith("not known for this launch; add ")
+    assert all("no mitigation: not known for this launch; add " in output for output in outputs[:3])
+    assert not any("safe on vLLM" in output for output in outputs)
+
+
+@pytest.mark.parametrize(
+    "advice", ["upgrade to 0.99.0, it is safe there", "--enforce-eager helped, use that"]
+)
+def test_no_advice_is_taken_from_the_text(advice):
+    before, _ = forms(logs.DFLASH)
+    after, _ = forms(f"{logs.DFLASH}We found a workaround: {advice}.\n")
+    assert after.get("told") == before["told"]
+
+
+def test_a_launch_that_is_not_affected_gets_no_advice():
+    mitigation, outputs = forms(logs.DFLASH.replace("v0.22.1", "v0.25.1"))
+    assert mitigation["answer"] == "not-affected"
+    assert all("no mitigation: by the verdicts on record the launch that" in output for output in outputs[:3])
+    assert not any("safe on vLLM" in output for output in outputs)
+
+
+def test_several_launches_are_counted():
+    one, two = logs.MTP, logs.MTP.replace("Qwen3.5-4B", "Qwen3.5-9B")
+    assert "note" not in forms(one)[0]
+    mitigation, outputs = forms(one + two)
+    assert mitigation["note"] == "the text states 2 launches; specmortem check judges all of them"
+    assert all(f"note: {mitigation['note']}" in output for output in outputs[:3])
+
+
+@pytest.mark.parametrize("text", [logs.NO_DRAFTER, "nothing to see\n"], ids=["none", "insufficient"])
+def test_there_is_no_mitigation_where_no_incident_fits(text):
+    mitigation, outputs = forms(text)
+    assert mitigation == {}
+    assert not any("itigation:" in output or "#### Mitigation" in output for output in outputs[:3])
+
+
+def test_off_a_terminal_the_answer_is_plain_lines_that_begin_with_it():
+    lines = as_text(triage_text(logs.DFLASH)).splitlines()
+    assert lines[0].startswith("dflash-oob: ")
+    assert lines[1].startswith("mitigation: ")
+    assert lines[2] == ""
+    assert all(line == line.rstrip() and "\x1b" not in line for line in lines)

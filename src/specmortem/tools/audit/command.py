@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,26 +102,27 @@ def audit(
     """
     from specmortem.statements import launch
     from specmortem.tools.audit import matrix
+    from specmortem.tools.audit.render import lost_subjects
     from specmortem.tools.audit.work import workers
 
     chosen = _subjects(subjects, all_releases, python)
-    config = launch.load(source) if source else None
+    stated = launch.load_all(source) if source else []
     with workers(executor, scheduler) as who, _progress() as tick:
         done = matrix.audit(
             chosen,
             matrix.chosen(causes, slugs),
             device=device,
             python=python,
-            config=config,
+            config=stated[0] if stated else None,
             keep=not no_cache,
             workers=who,
             timeout_s=timeout,
             tick=tick,
         )
-    lost = list(dict.fromkeys(row.evidence.reason for row in done.rows if row.unavailable))
-    if lost and all(row.unavailable for row in done.rows):
-        raise UnavailableError("; ".join(lost))
-    _write(done, form, out, table, verbose)
+    lost = lost_subjects(done)
+    if len(lost) == len({row.subject for row in done.rows}):
+        raise UnavailableError("; ".join(dict.fromkeys(lost.values())))
+    _write(replace(done, launches=len(stated)), form, out, table, verbose)
     ctx.exit(_exit_code(done))
 
 

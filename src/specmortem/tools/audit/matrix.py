@@ -89,7 +89,10 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class Audit:
-    """The rows, in the order of causes and subjects, and what they took."""
+    """The rows, in the order of causes and subjects, and what they took.
+
+    `config` is the launch that was judged, the first of `launches` that were stated.
+    """
 
     rows: tuple[AuditRow, ...]
     judged: int
@@ -97,6 +100,7 @@ class Audit:
     bytes_moved: int
     device: DeviceKind
     config: Config | None = None
+    launches: int = 1
 
 
 def chosen(causes: Iterable[str] = (), slugs: Iterable[str] = ()) -> list[str]:

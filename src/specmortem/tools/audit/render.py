@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmortem.affected.answers import on_release
-from specmortem.affected.targets import Advice, advise
+from specmortem.affected.targets import advise
+from specmortem.affected.words import way_out
 from specmortem.exposure import Config
 from specmortem.report.terminal import (
     MARKS,
@@ -57,6 +58,12 @@ def terminal(audit: Audit, console: Console | None = None, *, verbose: bool = Fa
 
     console = console or RichConsole()
     shown = [row for row in ordered(audit) if verbose or not _quiet(row, audit)]
+    lost = lost_subjects(audit)
+    shown = [row for row in shown if row.subject not in lost]
+    write_lines(
+        (finding_line(subject, "", str(MARKS["not-judged"]), "", reason) for subject, reason in lost.items()),
+        console,
+    )
     if console.is_terminal:
         for subject, rows in by(shown, "subject").items():
             columns = ("cause", "verdict", *(["body"] if verbose else []), "what was seen, and what to do")
@@ -69,6 +76,16 @@ def terminal(audit: Audit, console: Console | None = None, *, verbose: bool = Fa
 def ordered(audit: Audit) -> list[AuditRow]:
     """Rows in the order in which they matter: reached faults, what may be, what could not be judged, the rest."""
     return sorted(audit.rows, key=_rank)
+
+
+def lost_subjects(audit: Audit) -> dict[str, str]:
+    """Subjects that could not be had, with the reasons: none of their causes has a verdict."""
+    found = {}
+    for subject, rows in by(audit.rows, "subject").items():
+        reasons = [row.evidence.reason for row in rows if row.unavailable]
+        if reasons and all(row.status == "not-judged" for row in rows):
+            found[subject] = "; ".join(dict.fromkeys(reasons))
+    return found
 
 
 def _rank(row: AuditRow) -> int:
@@ -113,13 +130,7 @@ def _way_out(audit: Audit) -> list[str]:
         return []
     versions = {row.version for row in audit.rows if row.version}
     found = {release: advise(on_release(audit.config, release)) for release in sorted(versions)}
-    return [f"→ from {release}: {_ways(advice)}" for release, advice in found.items()]
-
-
-def _ways(advice: Advice) -> str:
-    ways = [f"vLLM {advice.move.release} {' '.join(advice.move.flags)}".strip()] if advice.move else []
-    ways += [f"here {' '.join(advice.stay.flags)}"] if advice.stay and advice.stay.changes else []
-    return "; or ".join(ways) or "nothing safe is on record"
+    return [f"→ from {release}: {way_out(advice)}" for release, advice in found.items()]
 
 
 def _counts(audit: Audit) -> str:
@@ -136,6 +147,10 @@ def notes(audit: Audit) -> list[str]:
     if audit.config and not audit.config.complete:
         found.append(
             "no whole launch command was given: what it leaves out is not known, defaults are not assumed"
+        )
+    if audit.launches > 1:
+        found.append(
+            f"{audit.launches} launches are stated, the first is judged; specmortem check judges all of them"
         )
     shared = sum(bool(row.same_code_as) for row in audit.rows)
     if shared:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from specmortem.affected.answers import EFFECTS, Answer, CauseAnswer, IncidentAnswer
-from specmortem.affected.targets import Target
+from specmortem.affected.words import way_out
 from specmortem.incident import get
 from specmortem.report.terminal import CLEAN, FAULT, OPEN, Line, finding_line, write_lines
 from specmortem.tools.check.report import Checked, CheckReport, date, title
@@ -53,19 +53,7 @@ def _message(each: Checked, one: IncidentAnswer, cause: CauseAnswer | None) -> s
     told = f"{title(one.incident, cause.cause)}; {cause.why}"
     if one.answer == "unknown":
         return f"{told}; add {', '.join(each.missing)}" if each.missing else told
-    return f"{told}; {_target(each)}"
-
-
-def _target(each: Checked) -> str:
-    """The way out in words."""
-    stay, move = each.advice.stay, each.advice.move
-    ways = [f"safe on vLLM {move.release}{_with(move)}"] if move else []
-    ways += [f"here{_with(stay)} ({stay.cost})"] if stay and stay.changes else []
-    return "; or ".join(ways) or "nothing safe is on record"
-
-
-def _with(target: Target) -> str:
-    return f" with {' '.join(target.flags)}" if target.flags else " as launched"
+    return f"{told}; {way_out(each.advice)}"
 
 
 def counts(report: CheckReport) -> str:
@@ -97,7 +85,7 @@ def _launch(each: Checked) -> Iterator[Line | str]:
     if clean := each.answers.named("not-affected"):
         yield from _wrapped(f"✓ not affected: {', '.join(one.incident for one in clean)}", "", CLEAN)
     if each.answers.answer == "affected":
-        yield from _wrapped(f"→ {_target(each)}", "", "green")
+        yield from _wrapped(f"→ {way_out(each.advice)}", "", "green")
         for command in each.ways:
             yield Line(f"  $ {command}")
     if each.missing:

@@ -9,33 +9,12 @@ from typing import Any
 from specmortem.affected.answers import Answer, Answers, IncidentAnswer, Verdicts, answer, joint, of_release
 from specmortem.affected.released import KnownVerdict, released
 from specmortem.affected.targets import Advice, Target, advise
+from specmortem.affected.words import missing
 from specmortem.exposure import Config, resolve
 from specmortem.incident import all_incidents, facts
 from specmortem.tools.check.understand import Understood
 
 EXIT_CODES: dict[Answer, int] = {"not-affected": 0, "affected": 1, "unknown": 3}
-# What settles a condition that is not told, by how its text begins.
-COMMAND = "the whole launch command with its variables, or the log of the start"
-DRAFTER = "--speculative-config, or config.json of the model, which may bring a drafter"
-ASKS = (
-    ("the V", COMMAND),
-    ("a hybrid", "the model's name, or its config.json"),
-    ("speculative", DRAFTER),
-    ("MTP", DRAFTER),
-    ("DFlash", DRAFTER),
-    ("mamba", "whether prefixes are cached: the command, or the log of the start"),
-    ("a mamba", "whether prefixes are cached: the command, or the log of the start"),
-    ("prefix", "whether prefixes are cached: the command, or the log of the start"),
-    ("asynchronous", "whether scheduling is asynchronous: the command, or the log of the start"),
-    ("FlashInfer", "the GPU, and attention_backend of --speculative-config"),
-    ("decode kernels", "the GPU"),
-    ("CUDA", "the graph mode"),
-    ("full", "the graph mode"),
-    ("a pipeline", "--pipeline-parallel-size"),
-    ("two or more", "--max-num-seqs"),
-    ("blocks", "--block-size"),
-    ("needs", COMMAND),
-)
 SHOWN = (
     "version", "model", "hybrid", "runner", "speculation", "drafts", "cache_mode", "async_scheduling", "pipeline",
     "prefix_caching", "attention", "draft_attention", "cudagraphs",
@@ -73,14 +52,7 @@ class Checked:
     @property
     def missing(self) -> list[str]:
         """What would settle what is unknown."""
-        if not self.config.version and not self.subject:
-            return ["--vllm, the release"]
-        causes = [each for one in self.answers.named("unknown") for each in one.deciding]
-        asks = [ask for each in causes for ask in _asks(each.reach.reason, each.reach.reachable)]
-        unjudged = [each for each in causes if each.verdict.status == "not-judged" and not each.rule.links]
-        if unjudged and not self.subject:
-            asks.append(f"verdicts on this release: specmortem audit vllm=={self.config.version}")
-        return list(dict.fromkeys(filter(None, asks)))
+        return missing(self.answers, self.subject)
 
     @property
     def target(self) -> Target | None:
@@ -107,12 +79,6 @@ class Checked:
         if self.advice.stay and self.advice.stay.changes:
             found.append(f"vllm serve … {' '.join(self.advice.stay.flags)}")
         return found
-
-
-def _asks(reason: str, reachable: str) -> list[str]:
-    """What would settle the conditions that a reason names."""
-    parts = reason.removeprefix("not told: ").split("; ") if reachable == "unknown" else []
-    return [next((ask for start, ask in ASKS if part.startswith(start)), "") for part in parts]
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def as_text(report: TriageReport) -> str:
 
 
 def _text_part(data: Mapping[str, Any]) -> list[str]:
-    lines = [headline(data), ""]
+    lines = [headline(data), *mitigation_lines(data), ""]
     for candidate in _shown(data):
         lines.append(f"{candidate['incident']} / {candidate['cause']}  score {candidate['score']:g}")
         lines += [f"  + {a['weight']:g}  {a['reason']}{_at(a)}" for a in candidate["for"]]
@@ -64,6 +64,18 @@ def _text_part(data: Mapping[str, Any]) -> list[str]:
     if data["links"]:
         lines += ["", *(f"{name}: {text}" for name, text in data["links"].items())]
     return lines
+
+
+def mitigation_lines(data: Mapping[str, Any]) -> list[str]:
+    """What to do about the launch that is stated, and what to know beside it; nothing where no incident fits."""
+    found = data["mitigation"]
+    told = (
+        f"{'mitigation' if found['answer'] == 'affected' else 'no mitigation'}: {found['told']}"
+        if found
+        else ""
+    )
+    note = f"note: {found['note']}" if "note" in found else ""
+    return [line for line in (told, note) if line]
 
 
 def _shown(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -135,6 +147,7 @@ def _markdown_part(data: Mapping[str, Any]) -> list[str]:
         "Timeline": [f"{code(f['time'])} {code(f['text'])}" for f in _timeline(facts)],
         "Evidence": [_evidence(n, f) for n in EVIDENCE for f in facts.get(n, ())[:4]],
         "Controls": [f"{n}: {f['value']}, {code(f['text'])}" for n, f in _controls(facts)],
+        "Mitigation": map(_plain, mitigation_lines(data)),
         "Candidates": [_markdown_candidate(candidate) for candidate in _shown(data)],
         "Weighs nothing": map(_plain, data["weighs_nothing"]),
         "Next": [f"{n['does']}: {code(n['command'])}; {_predicted(n)}" for n in data["next"]],
@@ -182,7 +195,10 @@ def as_html(report: TriageReport) -> str:
     """A page of its own: no script, nothing fetched, everything from the log escaped."""
     from specmortem.report.html import standalone
 
-    parts = [(part, headline(part), _shown(part), _timeline(part["facts"])) for part in report.parts]
+    parts = [
+        (part, headline(part), mitigation_lines(part), _shown(part), _timeline(part["facts"]))
+        for part in report.parts
+    ]
     return standalone(
         Path(__file__).parent,
         "triage.html.j2",

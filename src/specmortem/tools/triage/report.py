@@ -10,6 +10,7 @@ from typing import Any
 from specmortem.statements.facts import Fact
 from specmortem.tools.triage import advice
 from specmortem.tools.triage.judge import Answer, Candidate
+from specmortem.tools.triage.mitigation import mitigation
 from specmortem.tools.triage.redact import Redactor
 from specmortem.tools.triage.rules import Argument
 
@@ -56,8 +57,15 @@ def _data(answer: Answer, redact: Redactor) -> dict[str, Any]:
         "weighs_nothing": answer.nothing,
         "next": [vars(entry) for entry in answer.next],
         "collect": answer.collect,
+        "mitigation": _mitigation(answer, redact),
         "links": {name: text for name, text in advice.links(answer).items() if text},
     }
+
+
+def _mitigation(answer: Answer, redact: Redactor) -> dict[str, str]:
+    """Computed for the launch that the case states; empty where no incident fits."""
+    found = mitigation(answer)
+    return {name: redact(text) for name, text in vars(found).items() if text} if found else {}
 
 
 def _candidate(candidate: Candidate, redact: Redactor) -> dict[str, Any]:
