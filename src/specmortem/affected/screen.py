@@ -11,7 +11,6 @@ from specmortem.affected import matrix
 from specmortem.affected.matrix import ExposureLine, Stretch
 from specmortem.affected.released import released
 from specmortem.affected.targets import Target
-from specmortem.affected.words import NOTHING
 from specmortem.incident import all_incidents
 
 

@@ -1,4 +1,4 @@
-import json
+import csv
 from functools import wraps
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from specmortem import facts, incident, study
 from specmortem import statistics as exact
+from specmortem.affected.released import released as book
 from specmortem.errors import UnavailableError
 from specmortem.incidents.async_accepted_counts import arms
 from specmortem.incidents.async_accepted_counts import figures as drawn
@@ -279,23 +280,43 @@ def test_faults_of_releases_with_one_account_share_a_line():
 
 
 def test_default_exposure_joins_the_defaults_with_the_verdicts():
-    defaults = json.loads((ROOT / "data/async-accepted-counts-defaults.json").read_text())
-    known = {one["release"]: one for one in defaults["rows"]}
-    assert set(counts.RELEASES) <= set(known)
-    assert all(len(one["sources"]) == 2 for one in known.values())
+    """Prefix caching of hybrids is off by default to 0.27.1 and on from 0.28.0; the V2 runner comes with 0.29.0."""
     rows = [
-        released(cause, release, "clean" if cause == counts.NONE and release == "0.25.1" else "fault")
+        released(cause, release, "clean" if cause == counts.NONE and release > "0.23.0" else "fault")
         for cause in (counts.NONE, counts.ALIGN)
-        for release in ("0.23.0", "0.25.1", "0.26.0", "0.33.0")
+        for release in ("0.23.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.33.0")
     ]
-    table = counts.exposure_table(rows, defaults).set_index("release")
+    table = counts.exposure_table(rows).set_index("release")
     assert dict(table["by default"]) == {
         "0.23.0": "fault",
         "0.25.1": "clean",
-        "0.26.0": "fault",
+        "0.26.0": "clean",
+        "0.27.1": "clean",
+        "0.28.0": "fault",
+        "0.29.0": "not this runner",
         "0.33.0": "not this runner",
     }
-    assert dict(table["mode"]) == {"0.23.0": "none", "0.25.1": "none", "0.26.0": "align", "0.33.0": "align"}
+    assert table.index[table["mode"] == "align"].tolist() == ["0.28.0", "0.29.0", "0.33.0"]
+    assert table.index[table["prefix caching"] == "on"].tolist() == ["0.28.0", "0.29.0", "0.33.0"]
+    assert table.index[table["runner"] == "V2"].tolist() == ["0.29.0", "0.33.0"]
+
+
+def test_the_page_s_defaults_are_those_of_the_exposure_table():
+    """What the notebook calls exposed by default is what data/exposure.csv has for the launch at defaults."""
+    with (ROOT / "data/exposure.csv").open(encoding="utf-8") as file:
+        cells = [row for row in csv.DictReader(file) if row["configuration"] == "hybrid-mtp"]
+    recorded = {row["release"]: row["answer"] for row in cells if row["incident"] == counts.SLUG}
+    known = book()
+    rows = [
+        released(cause, release, known.of(cause, release).status)
+        for cause in (counts.NONE, counts.ALIGN)
+        for release in counts.RELEASES
+        if known.of(cause, release).status in ("fault", "clean")
+    ]
+    table = counts.exposure_table(rows).set_index("release")["by default"]
+    assert {release: answer == "affected" for release, answer in recorded.items()} == {
+        release: table.get(release) == "fault" for release in counts.RELEASES
+    }
 
 
 def test_the_wait_returns_behind_the_copy_in_and_out_of_the_window():

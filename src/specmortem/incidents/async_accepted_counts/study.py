@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from specmortem import study
+from specmortem.exposure import Config, resolve
 from specmortem.incidents.async_accepted_counts import arms
 from specmortem.isolation import ArmResult
 from specmortem.study import Cell
@@ -22,6 +24,7 @@ NONE, ALIGN, METADATA = "stale-count-none", "stale-count-align", "graph-metadata
 CAUSE_OF = {"none": NONE, "all": NONE, "align": ALIGN}
 CONSUMERS = ("0.21.0", "0.23.0")  # releases whose graphs have the added rows
 RELEASES = study.RELEASES
+DEFAULTS = Config(model="Qwen/Qwen3.5-27B", speculation="mtp", launched=True, complete=True)
 SHAPES = {
     "before": "as released: wait after the row moves, then gather",
     "blocking-copy-gathered": "as released up to 0.21.0: blocking copy, then gather",
@@ -474,17 +477,16 @@ def agreement_table(rows: Iterable[Row]) -> pd.DataFrame:
     )
 
 
-def exposure_table(rows: Iterable[Row], defaults: Mapping[str, Any]) -> pd.DataFrame:
+def exposure_table(rows: Iterable[Row]) -> pd.DataFrame:
     """A hybrid with MTP at default settings: which mode and runner it gets, and the verdict on that path."""
     outcomes = {(row.cause, row.subject.removeprefix("vllm==")): row.outcome for row in rows}
     lines = []
-    for one in defaults["rows"]:
-        caching = one["prefix_caching_of_hybrids"]
-        if (outcome := outcomes.get((ALIGN if caching else NONE, one["release"]))) is not None:
-            line = {"release": one["release"], "prefix caching": "on" if caching else "off"}
-            line |= {"mode": "align" if caching else "none", "runner": one["runner"]}
-            line["by default"] = outcome if one["runner"] == "V1" else "not this runner"
-            lines.append(line | {"read in": ", ".join(one["sources"])})
+    for release in RELEASES:
+        known = resolve(replace(DEFAULTS, version=release))
+        if (outcome := outcomes.get((CAUSE_OF[str(known.cache_mode)], release))) is not None:
+            line = {"release": release, "prefix caching": "on" if known.prefix_caching else "off"}
+            line |= {"mode": str(known.cache_mode), "runner": str(known.runner).upper()}
+            lines.append(line | {"by default": outcome if known.runner == "v1" else "not this runner"})
     return pd.DataFrame(lines)
 
 
