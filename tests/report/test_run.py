@@ -479,4 +479,4 @@ def test_render_writes_the_same_page_again(repository):
 def test_incidents_lists_slug_grade_and_what_broke(repository):
     repository(toy.write_cell())
     output = " ".join(CliRunner().invoke(main, ["incidents"]).output.split())
-    assert "toy reproduced A toy kernel read one word & more past its row." in output
+    assert "toy reproduced none on record Toy <incident>" in output
