@@ -221,6 +221,7 @@ def triage(ctx: click.Context, files: tuple[str, ...], form: str) -> None:
     """Say which incident logs and reports fit, why, and what to try next; `-` is standard input.
 
     Text, gzip and zstd in any encoding. Files are judged together; what tells of another incident is judged apart.
+    Where one fits, the way out is computed for the launch that they state, as `specmortem check` does.
     Exit code: 0 an incident fits, 1 none of them, 3 not enough evidence, 2 a file cannot be read.
     """
     from specmortem.tools import triage as triages
