@@ -53,8 +53,24 @@ NEUTRAL = frozenset(
     }
 )  # fmt: skip
 # Flags of vLLM's that change a default which is assumed here.
-DECIDING = frozenset({"optimization-level", "o", "config", "scheduler-cls", "performance-mode"})
-V2_VARIABLE = "vllm-use-v2-model-runner"
+DECIDING = frozenset(
+    {"optimization-level", "o", "config", "hf-config-path", "scheduler-cls", "performance-mode"}
+)
+V2_VARIABLE, RUNNER = "vllm-use-v2-model-runner", "VLLM_USE_V2_MODEL_RUNNER"
+RUNNER_TYPES = frozenset({"runner", "task"})  # --runner of vLLM is generate or pooling
+# Flags that make it draft, without saying how.
+DRAFTER_FLAGS = frozenset({"spec-model", "speculative-model", "draft-model"})
+# Variables and flags that decide something only with some values, by what these contain.
+DECIDING_VALUES: Mapping[str, str] = {
+    "hf-overrides": r"specul|layer|architect|mtp|block",
+    "vllm-use-trtllm-attention": r"",
+    "vllm-attention-backend": r"",
+    "vllm-use-v1": r"^(?!1$)",
+    "attention-config": r"trtllm",
+    "ac": r"trtllm",
+}
+VARIABLES = frozenset({RUNNER, "VLLM_USE_TRTLLM_ATTENTION", "VLLM_ATTENTION_BACKEND", "VLLM_USE_V1"})
+UNSET = ("none", "null", "auto")  # the default, said
 RUNNERS: Mapping[bool | None, Runner | None] = {True: "v2", False: "v1", None: None}
 TRUE, FALSE = {"1", "true", "yes", "on", ""}, {"0", "false", "no", "off"}
 JSON_FLAGS = ("speculative-config", "compilation-config", "attention-config", "sc", "cc", "ac")
@@ -119,7 +135,11 @@ class Notes:
         head, _, rest = key.partition(".")
         if head in JSON_FLAGS:
             self.nested(head, rest, value, shown)
-        elif not self.known(key, value, shown) and shown.startswith("-") and not _neutral(key):
+        elif key in RUNNER_TYPES and shown.startswith("-"):
+            return
+        elif key in DRAFTER_FLAGS:
+            self.speculates = shown
+        elif not self.known(key, value, shown) and _may_decide(key, value, shown):
             self.unknown[shown] = None
 
     def nested(self, head: str, rest: str, value: str, shown: str) -> None:
@@ -130,13 +150,23 @@ class Notes:
         loaded = literal(value)
         if head in SPECULATION:
             self.speculates = shown
+        elif head in DECIDING_VALUES and _may_decide(head, value, shown):
+            self.unknown[shown] = None
         if isinstance(loaded, dict):
+            self.forget(head)
             self.mapping(loaded, shown, head)
         elif head in SPECULATION and loaded is None and value.strip() in ("None", "null"):
             self.put("speculation", NO_SPECULATION, shown)
             self.speculates = ""
         else:
             self.loose(value, shown, head)
+
+    def forget(self, head: str) -> None:
+        """Take back what an earlier JSON value of this flag said: the last one counts, as a whole."""
+        flags = SPECULATION if head in SPECULATION else (head,)
+        for name, source in list(self.sources.items()):
+            if re.split(r"[:.]", source.lstrip("-").replace("_", "-"))[0] in flags:
+                self.put(name, None, source)
 
     def loose(self, value: str, shown: str, head: str) -> None:
         """JSON that was cut or redacted: its readable pairs."""
@@ -161,7 +191,9 @@ class Notes:
             else:
                 if name == "speculative-config":
                     self.speculates = shown
-                self.known(name, str(value), shown if shown == "log" else f"{shown}: {key}")
+                known = self.known(name, str(value), shown if shown == "log" else f"{shown}: {key}")
+                if not known and shown == "log" and value is not None and _decides(name, str(value)):
+                    self.unknown[name] = None
 
     def known(self, key: str, value: str, source: str) -> bool:
         """Put down a field that decides something; False for any other key."""
@@ -171,6 +203,8 @@ class Notes:
         if flag not in FIELD:
             return False
         found = READERS.get(FIELD[flag], str)(value.strip().strip("\"'"))
+        if found is None and source != "log" and value.strip().lower() not in UNSET:
+            self.unknown[RUNNER if key == "runner" else source] = None
         self.put(FIELD[flag], found if flag == key or found is None else not found, source)
         return True
 
@@ -186,7 +220,7 @@ class Notes:
 
 def runner_of(word: str) -> Runner | None:
     """The runner that a value of VLLM_USE_V2_MODEL_RUNNER asks for."""
-    return RUNNERS[_switch(word)]
+    return RUNNERS[_switch(word)] if word.strip() else None
 
 
 def _switch(value: str) -> bool | None:
@@ -218,6 +252,20 @@ READERS: Mapping[str, Callable[[str], Any]] = {
     "gpu": gpu_of,
     "version": lambda value: value.lstrip("v"),
 }
+
+
+def _may_decide(key: str, value: str, shown: str) -> bool:
+    """Whether a flag or variable that is not read may change what is judged."""
+    if key in DECIDING_VALUES:
+        return _decides(key, value)
+    return shown.startswith("-") and not _neutral(key)
+
+
+def _decides(key: str, value: str) -> bool:
+    """Whether it is known that this changes what is judged, though not how."""
+    return (
+        key in DECIDING - {"config"} or re.search(DECIDING_VALUES.get(key, "$^"), value.lower()) is not None
+    )
 
 
 def _neutral(key: str) -> bool:
@@ -253,18 +301,30 @@ def literal(text: str) -> Any:
 
 TOKEN = re.compile(
     r"(?<![\w/.-])(?P<name>--[A-Za-z][\w.-]*|-[a-z]{1,2}\b[\w.]*|[A-Za-z_][\w-]*(?==))(?:=|(?<=\w)[ \t]+(?![-\\]))?"
-    r"(?P<value>'[^'\n]*'|\"[^\"\n]*\"|\{[^}\n]*\}|[^\s'\",;()]*)"
+    r"(?P<value>'[^'\n]*'|\"(?:\\.|[^\"\\\n])*\"|\{[^}\n]*\}|[^\s'\",;()]*)"
+)
+
+# The model of `vllm serve MODEL`, or after its image.
+SERVED = re.compile(
+    r"\bvllm\s+serve[ =]+(?!-)[\"']?([^\s<\"'`]+)|\bvllm/vllm-openai(?:[:@]\S+)?[ \t]+(?!-)([\w.-]*/[\w./-]*\w)"
 )
 
 
 def words(text: str) -> Iterator[tuple[str, str]]:
     """(flag or key as written, value) of every flag and key=value word; a flag without a value has an empty one."""
-    if found := re.search(r"\bvllm\s+serve[ =]+(?!-)([^\s<]\S*)", text):
-        yield "--model", found[1]
+    if found := SERVED.search(text):
+        yield "--model", found[1] or found[2]
     for found in TOKEN.finditer(text):
-        name, value = found["name"], found["value"].strip("'\"")
+        name, value = found["name"], _unquoted(found["value"])
         bare = name.lstrip("-")
         if len(name) - len(bare) == 1 and bare.partition(".")[0] not in SHORT:
             continue
         is_switch = bare.removeprefix("no-").replace("_", "-").lower() in SWITCHES
         yield name, "" if is_switch and _switch(value) is None else value
+
+
+def _unquoted(value: str) -> str:
+    """A word as a program gets it."""
+    if value.startswith('"'):
+        value = re.sub(r'\\(["\\$`])', r"\1", value)
+    return value.strip("'\"")

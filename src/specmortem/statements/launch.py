@@ -17,28 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from specmortem.errors import BadInputError, UnavailableError
-from specmortem.exposure import Config
+from specmortem.exposure import Config, Runner
 from specmortem.statements.config import version_of
-from specmortem.statements.flags import Notes, literal, runner_of, words
+from specmortem.statements.flags import RUNNER, VARIABLES, Notes, literal, runner_of, words
+from specmortem.statements.shell import COMMAND, ELSEWHERE, LONGEST_COMMAND, ShellCommand, commands_in
 from specmortem.statements.signs import all_signs, book_of, log_signs
 
 MAX_BYTES = 4 << 20
 MOST_LAUNCHES = 16
+LONGEST_HEADING = 80
 MOST_FLAGS = 60  # on lines of their own below a command
-LONGEST_COMMAND = 20_000
-COMMAND = re.compile(
-    r"\bvllm\s+serve\b|\bvllm\.entrypoints\.\S*api_server\b|\bapi_server\.py\b|\bvllm/vllm-openai(?::\S+)?(?=\s+\S)"
-)
-# What may stand in front of a command on its line: prompts, variables, wrappers, the keys of service files.
-FRONT = re.compile(
-    r"(?:[$#>%|*•+`\"'\[-]|\d+[.)]|[A-Za-z_]\w*=\S*|[A-Z][A-Za-z]*=|\S*@\S*[$#:]|--?[\w-]+(?:[= ]\S+)?"
-    r"|(?:sudo|exec|nohup|setsid|time|env|export|docker|podman|run|uv|uvx|srun|numactl|command|cmd|CMD|entrypoint"
-    r"|ENTRYPOINT|ExecStart|RUN|bash|sh|python3?|torchrun|nsys|profile|args|set|then|do|and|&&|;)\b[:=]?|\S*/|-m|\s)+"
-)
 FOLLOWS = re.compile(r"\s*--?[A-Za-z]")
-FLAG = re.compile(r"(?<!\S)--?[A-Za-z]")
 CUT = re.compile(r"\.\.\.|…|<snip>|\bcut\b|\$[{(]?[A-Za-z_@*?]|(?<!\S)--config\b")
-VARIABLE = re.compile(r"VLLM_USE_V2_MODEL_RUNNER[\"']?\s*[:=]\s*[\"']?(?:value:\s*[\"']?)?(\w+)")
+VARIABLE = re.compile(rf"{RUNNER}[\"']?\s*[:=]\s*[\"']?(?:value:\s*[\"']?)?([\w$]+)|^\s*ENV {RUNNER} (\w+)")
+ENV_LINE = re.compile(rf"^\s*ENV {RUNNER} \w")
 STATES = re.compile(r"^\W*(?:--?[A-Za-z]|[A-Za-z_][\w /.()-]{0,40}[:=]|\{)")
 LOGGED = re.compile(
     r"\b(?:INFO|WARNING|ERROR|DEBUG|CRITICAL) \d\d-\d\d \d\d:|\((?:EngineCore|APIServer|Worker|VllmWorker)"
@@ -46,7 +38,12 @@ LOGGED = re.compile(
 TALK = re.compile(
     r"(?i)\b(?:help|work|fix|mend|stabl|clean|crash|fault|fail|avoid|gone|goes? away|disappear|resolv|instead|without"
     r"|with|try|tried|tests?\b|tested|after|before|when|if\b|never|only|longer|turn|disabl|reproduc|happen|occur|same"
-    r"|still|also|but\b|not\b|no\b|none of|cannot|can't|don't|didn't|doesn't|we\b|i\b|ran\b|set\b)\w*"
+    r"|still|also|fine|good|ok\b|okay|well\b|happy|stopp|but\b|not\b|no\b|none of|cannot|can't|don't|didn't|doesn't"
+    r"|we\b|i\b|ran\b|set\b)\w*"
+)
+# Words of a sentence that a heading does not have.
+SENTENCE = re.compile(
+    r"(?i)\b(?:the|an?|it|its|of|is|are|was|were|this|that|my|our|all|any|nothing|shows?|seems?)\b"
 )
 
 
@@ -86,7 +83,7 @@ def launches(text: str) -> list[Config]:
     """Every launch that a text states, at least one; `complete` ones are whole commands, or starts that a log shows."""
     text = re.sub(r"\\\s*\n", " ", text)
     lines = text.splitlines()
-    whole = [*_starts(text), *(_command(line, rest) for line, rest in _commands(lines))]
+    whole = [*_starts(text), *map(_command, _commands(lines))]
     starts = whole or [_loose(lines)]
     shared = _lines(lines, whole=bool(whole))
     found = [fill(start, more) for start in starts for more in shared]
@@ -117,37 +114,28 @@ def fill(first: Config, second: Config) -> Config:
     )
 
 
-def _commands(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(what stands before it, the command) for each command of `vllm serve`, its server, or its image.
+def _commands(lines: Sequence[str]) -> Iterator[ShellCommand]:
+    """Each command of `vllm serve`, its server, or its image.
 
     Where flags follow on lines of their own, as after a backslash that was lost, it may be meant with or without them.
     """
     for number, line in enumerate(lines):
         following = list(takewhile(FOLLOWS.match, lines[number + 1 : number + 1 + MOST_FLAGS]))
         if following and COMMAND.search(line):
-            yield from _in_line(" ".join([line.rstrip("\\ "), *following]))
-        yield from _in_line(line)
+            yield from commands_in(" ".join([line.rstrip("\\ "), *following]))
+        yield from commands_in(line)
 
 
-def _in_line(line: str) -> Iterator[tuple[str, str]]:
-    for found in islice(COMMAND.finditer(line), MOST_LAUNCHES):
-        rest = line[found.start() : found.start() + LONGEST_COMMAND]
-        if FLAG.search(rest) or re.match(r"vllm\s+serve\s+[\w./-]*[\w/]", rest):
-            yield line[: found.start()], rest
-
-
-def _command(front: str, command: str) -> Config:
+def _command(command: ShellCommand) -> Config:
     """A command by its flags, the last of which count. One inside a sentence is not known to be the launch."""
-    firm = len(front) < LONGEST_COMMAND and FRONT.fullmatch(f"{front} ") is not None
-    closing = command.find("`")
-    command = command[:closing] if "`" in front and closing > 0 else command
-    notes = Notes(firm=firm)
-    notes.words(words(front[-LONGEST_COMMAND:]))
-    notes.unknown.clear()
-    notes.words(words(command))
+    notes = Notes(firm=command.firm)
+    notes.words(words(command.variables))
+    of_variables = {RUNNER} if command.runner_elsewhere else VARIABLES & notes.unknown.keys()
+    notes.unknown = dict.fromkeys(sorted(of_variables))
+    notes.words(words(command.text))
     found = notes.config()
-    whole = firm and not found.unknown and CUT.search(command) is None
-    return replace(found, launched=firm, complete=whole)
+    whole = command.firm and command.whole and not found.unknown and CUT.search(command.text) is None
+    return replace(found, launched=command.firm, complete=whole)
 
 
 def _loose(lines: Sequence[str]) -> Config:
@@ -167,15 +155,22 @@ def states(line: str) -> bool:
     return STATES.match(line) is not None and TALK.search(line) is None
 
 
+def is_heading(line: str) -> bool:
+    """Whether a line names things, as `vLLM 0.28.0, H100` above a command, and says nothing of them."""
+    bare = len(line) <= LONGEST_HEADING and not line.rstrip().endswith(".")
+    return bare and TALK.search(line) is None and SENTENCE.search(line) is None
+
+
 def _lines(lines: Sequence[str], *, whole: bool) -> list[Config]:
     """What log lines and reports say beside commands, once for each release that they name."""
     signs = log_signs() if whole else all_signs()
     stated, told = Notes(), Notes(firm=False)
-    stated.lines("\n".join(line if states(line) else "" for line in lines), signs)
-    told.lines("\n".join("" if states(line) else line for line in lines), signs)
+    firm = [states(line) or (whole and is_heading(line)) for line in lines]
+    stated.lines("\n".join(line if counts else "" for line, counts in zip(lines, firm, strict=True)), signs)
+    told.lines("\n".join("" if counts else line for line, counts in zip(lines, firm, strict=True)), signs)
     found = fill(stated.config(), told.config())
-    if whole:
-        found = replace(found, prose=frozenset())
+    if whole:  # of another release a launch is made
+        found = replace(found, prose=found.prose - {"version"})
     return [replace(found, version=release) for release in _releases(lines)] or [found]
 
 
@@ -191,37 +186,60 @@ def _releases(lines: Sequence[str]) -> list[str]:
 
 
 def _runners(config: Config, text: str) -> list[Config]:
-    """The launch with what a variable on a line of its own says of the runner, once for each value given."""
-    others = (line for line in text.splitlines() if "RUNNER" in line and not COMMAND.search(line))
-    values = {made for line in others for word in VARIABLE.findall(line) if (made := runner_of(word))}
-    if not values or config.runner is not None:
+    """The launch with what variables on lines of their own say of the runner.
+
+    Each value that is given counts. What only a sentence says may be of another launch, and a file of variables, or a
+    value that cannot be read, leaves it open.
+    """
+    if config.runner is not None:
         return [config]
-    told = {**config.sources, "runner": "VLLM_USE_V2_MODEL_RUNNER"}
-    return [replace(config, runner=value, sources=told) for value in sorted(values)]
+    others = [line for line in text.splitlines() if not COMMAND.search(line)]
+    elsewhere = any(ELSEWHERE.search(line) for line in others)
+    given = [
+        (runner_of(first or second), states(line) or ENV_LINE.match(line) is not None)
+        for line in others
+        if RUNNER in line
+        for first, second in VARIABLE.findall(line)
+    ]
+    firm = {runner for runner, stated in given if stated}
+    open_ = None in firm or (elsewhere and not firm)
+    start = replace(config, complete=False, unknown=(*config.unknown, RUNNER)) if open_ else config
+    made = [_with_runner(start, runner, stated) for runner, stated in given if runner]
+    return [*([] if firm - {None} else [start]), *made]
+
+
+def _with_runner(config: Config, runner: Runner, stated: bool) -> Config:
+    sources = {**config.sources, "runner": RUNNER}
+    prose = config.prose if stated else config.prose | {"runner"}
+    return replace(config, runner=runner, sources=sources, prose=prose)
 
 
 def _starts(text: str) -> Iterator[Config]:
     """One configuration for each start of an engine that a log shows."""
-    current: list[Mapping[str, Any]] = []
+    current: list[tuple[bool, Mapping[str, Any]]] = []
     shown = re.compile(r"(?P<args>non-default args: )(\{.*\})|\bwith config: (model=.*)")
     for found in islice(shown.finditer(text), MOST_LAUNCHES):
         if found["args"] or len(current) > 1 or not current:
             yield from _start(current)
             current = []
         mapping = literal(found[2]) if found["args"] else dict(_engine_pairs(found[3]))
-        current += [mapping] if isinstance(mapping, dict) else []
+        current += [(bool(found["args"]), mapping)] if isinstance(mapping, dict) else []
     yield from _start(current)
 
 
-def _start(mappings: Sequence[Mapping[str, Any]]) -> Iterator[Config]:
-    """Arguments that are not defaults, then the configuration that the engine made of them."""
+def _start(mappings: Sequence[tuple[bool, Mapping[str, Any]]]) -> Iterator[Config]:
+    """Arguments that are not defaults, then the configuration that the engine made of them.
+
+    Only with the arguments all is known: the engine's own line leaves out scheduling, cache mode and block size.
+    """
     notes = Notes()
-    for mapping in mappings:
+    for _, mapping in mappings:
         notes.mapping(
             {("model" if key == "model_tag" else key): value for key, value in mapping.items()}, "log"
         )
     if mappings:
-        yield replace(notes.config(), launched=True, complete=True)
+        whole = not notes.unknown and any(arguments for arguments, _ in mappings)
+        yield replace(notes.config(), launched=True, complete=whole)
 
 
 def _engine_pairs(line: str) -> Iterator[tuple[str, Any]]:
