@@ -26,7 +26,7 @@ from specmortem.affected.released import released
 from specmortem.errors import BadInputError
 from specmortem.exposure import Config
 from specmortem.incident import rules
-from specmortem.tools.check.inputs import Input, expanded
+from specmortem.tools.check.inputs import inputs
 from specmortem.tools.check.understand import understand
 
 SENTENCES = (
@@ -121,7 +121,7 @@ def service(launch: str, release: str, rng: random.Random) -> str:
 def exposed(text: str, release: str, gpu: int | None = None) -> dict[str, set[str]] | None:
     """Causes by what some launch of the text makes of them; None for a text that states nothing."""
     try:
-        cases = understand([Input("x", expanded(text))], release)
+        cases = understand(inputs("x", text), release)
     except BadInputError:
         return None
     found: dict[str, set[str]] = {cause: set() for cause in rules()}

@@ -24,12 +24,14 @@ from specmortem.statements.shell import COMMAND, ELSEWHERE, LONGEST_COMMAND, She
 from specmortem.statements.signs import all_signs, book_of, log_signs
 
 MAX_BYTES = 4 << 20
-MOST_LAUNCHES = 16
+MOST_LAUNCHES = 65  # one more than are judged: what states more is refused, and none of it dropped
+MOST_STARTS = 5000  # of engines in a log that restarts
 LONGEST_HEADING = 80
 MOST_FLAGS = 60  # on lines of their own below a command
 FOLLOWS = re.compile(r"\s*--?[A-Za-z]")
 CUT = re.compile(r"\.\.\.|…|<snip>|\bcut\b|\$[{(]?[A-Za-z_@*?]|(?<!\S)--config\b")
 VARIABLE = re.compile(rf"{RUNNER}[\"']?\s*[:=]\s*[\"']?(?:value:\s*[\"']?)?([\w$]+)|^\s*ENV {RUNNER} (\w+)")
+DRAFTER = re.compile(r"SpeculativeConfig\([^)]*\)")
 ENV_LINE = re.compile(rf"^\s*ENV {RUNNER} \w")
 STATES = re.compile(r"^\W*(?:--?[A-Za-z]|[A-Za-z_][\w /.()-]{0,40}[:=]|\{)")
 LOGGED = re.compile(
@@ -203,7 +205,8 @@ def _runners(config: Config, text: str) -> list[Config]:
     ]
     firm = {runner for runner, stated in given if stated}
     open_ = None in firm or (elsewhere and not firm)
-    start = replace(config, complete=False, unknown=(*config.unknown, RUNNER)) if open_ else config
+    unread = tuple(dict.fromkeys((*config.unknown, RUNNER)))
+    start = replace(config, complete=False, unknown=unread) if open_ else config
     made = [_with_runner(start, runner, stated) for runner, stated in given if runner]
     return [*([] if firm - {None} else [start]), *made]
 
@@ -218,7 +221,7 @@ def _starts(text: str) -> Iterator[Config]:
     """One configuration for each start of an engine that a log shows."""
     current: list[tuple[bool, Mapping[str, Any]]] = []
     shown = re.compile(r"(?P<args>non-default args: )(\{.*\})|\bwith config: (model=.*)")
-    for found in islice(shown.finditer(text), MOST_LAUNCHES):
+    for found in islice(shown.finditer(text), MOST_STARTS):
         if found["args"] or len(current) > 1 or not current:
             yield from _start(current)
             current = []
@@ -250,8 +253,9 @@ def _engine_pairs(line: str) -> Iterator[tuple[str, Any]]:
         yield from (("method", found[1]), ("num_spec_tokens", found[2]))
     if found := re.search(r"'cudagraph_mode': <\w+\.(\w+)", line):
         yield "cudagraph_mode", found[1]
+    own = DRAFTER.sub("", line)  # a model in it is the drafter's
     yield from re.findall(
         r"\b(model|tensor_parallel_size|pipeline_parallel_size|enforce_eager|kv_cache_dtype"
         r"|enable_prefix_caching)='?([^',\s]+)",
-        line,
+        own,
     )

@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from specmortem.statements.engine_re import compile_text
 from specmortem.statements.flags import RUNNER, TOKEN
 
 LONGEST_COMMAND = 20_000
-MOST_IN_A_LINE = 16
+MOST_IN_A_LINE = 65
 IMAGE = r"\bvllm/vllm-openai(?:[:@]\S+)?(?=\s+\S)"
 COMMAND = re.compile(rf"\bvllm\s+serve\b|\bvllm\.entrypoints\.\S*api_server\b|\bapi_server\.py\b|{IMAGE}")
 # What may stand in front of a command on its line: prompts, variables, wrappers, the keys of service files.
-FRONT = re.compile(
+FRONT = compile_text(
     r"(?:[$#>%|*•+`\"'\[-]|\d+[.)]|[A-Za-z_]\w*=\S*|[A-Z][A-Za-z]*=|\S*@\S*[$#:]|--?[\w-]+(?:[= ]\S+)?"
     r"|(?:source|\.)\s+\S*activate\b|conda\s+activate\s+\S+|cd\s+\S+"
     r"|(?:sudo|exec|nohup|setsid|time|env|export|docker|podman|run|uv|uvx|srun|numactl|command|cmd|CMD|entrypoint"
@@ -34,7 +35,9 @@ REDIRECT = re.compile(r"(?<!\S)\d?>{1,2}&?[ \t]*\S+")
 STRAY = re.compile(r"(?<=\s)[(\[\"'“*—–:]*(?P<word>[A-Za-z][A-Za-z'’]+)[.,:;!?)\"'”*]*(?=\s|$)")
 EXPORT = re.compile(r"\bexport\s+(\w+=(?:\"[^\"]*\"|'[^']*'|[^\s;&]*))")
 ENVIRONMENT = re.compile(r"(?<!\S)(?:-e|--env)(?:[= ]|(?=[A-Z]))[\"']?")
-ELSEWHERE = re.compile(r"(?<!\S)--env-file\b|^\s*(?:EnvironmentFile\s*=|env_file\s*:|-?\s*envFrom\s*:)", re.M)
+ELSEWHERE = re.compile(
+    r"(?<!\S)--env-file\b|^\s*(?:EnvironmentFile\s*=|env_file\s*:|(?:-\s*)?envFrom\s*:)", re.M
+)
 PASSED_ON = re.compile(rf"{RUNNER}(?![\w=:\"'])")
 
 

@@ -47,10 +47,10 @@ def check(
 
     Exit code: 0 not affected, 1 affected, 2 bad input, 3 not enough to say.
     """
-    from specmortem.tools.check.inputs import Input, expanded, is_tree, read
+    from specmortem.tools.check.inputs import inputs, is_tree, read
 
-    given = [Input("--launch", expanded(command)) for command in commands]
-    given += [read(path) for path in files if not is_tree(path)]
+    given = [each for command in commands for each in inputs("--launch", command)]
+    given += [each for path in files if not is_tree(path) for each in read(path)]
     trees = [path for path in files if is_tree(path)] + [subject] * bool(subject)
     if len(trees) > 1:
         raise BadInputError(f"{' and '.join(trees)}: give one vLLM at a time")

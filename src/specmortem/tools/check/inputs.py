@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specmortem.exposure import is_hybrid
+from specmortem.exposure.config import DRAFTER_WORDS
 from specmortem.statements import sources
 from specmortem.statements.engine_re import literals
+from specmortem.tools.check.services import containers
 
 READ_WHOLE = 4 << 20  # bytes; of what follows only lines that may state a launch are kept
 KEPT_LATER = 4 << 20
-SERVICE_BYTES = 1 << 20
-MOST_NODES = 20_000
-SERVICE = re.compile(r"(?m)^\s*-?\s*[\"']?(?:image|command|args|entrypoint|environment|env)[\"']?\s*:")
+MODEL_BYTES = 1 << 20
 LATER = (
     "vllm serve", "api_server", "vllm/vllm-openai", "non-default args", "with config: model", "LLM engine (v",
     "API server version", "VLLM_USE_V2_MODEL_RUNNER", "attention backend", "Mamba cache mode", "V2 Model Runner",
@@ -32,6 +31,7 @@ RECURRENT = (
     "gated_deltanet",
     "short_conv",
 )
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,20 @@ class Input:
     text: str
 
 
-def read(path: str) -> Input:
-    """A file, or standard input for `-`, as text in which each command stands on one line.
+def read(path: str) -> list[Input]:
+    """A file, or standard input for `-`, as texts in which each command stands on one line.
 
     Raises UnavailableError when it cannot be read, BadInputError for a damaged archive or a folder.
     """
     name = "stdin" if path == sources.STANDARD_INPUT else path
-    return Input(name, expanded("".join(_kept(path))))
+    return inputs(name, "".join(_kept(path)))
 
 
-def expanded(text: str) -> str:
-    """The text with what service files and models' configurations state put in front of it."""
-    if len(text) <= SERVICE_BYTES:
-        if text.lstrip().startswith("{") and '"architectures"' in text:
-            return "\n".join(_model(text)) or text
-        if SERVICE.search(text):
-            return "\n".join([*_services(text), _comments(text)])
-    return text
+def inputs(name: str, text: str) -> list[Input]:
+    """The text; one for each container of a service file; of a model's configuration what it says of a launch."""
+    if len(text) <= MODEL_BYTES and text.lstrip().startswith("{") and '"architectures"' in text:
+        return [Input(name, "\n".join(_model(text)) or text)]
+    return [Input(name, each) for each in containers(text) or [text]]
 
 
 def _kept(path: str) -> Iterator[str]:
@@ -76,89 +73,53 @@ def _kept(path: str) -> Iterator[str]:
 
 
 def _model(text: str) -> Iterator[str]:
-    """A model's config.json, as the words that say the same."""
+    """A model's config.json, as the words that say the same.
+
+    One that brings a drafter is served as the model that this drafts for. A drafter's own says nothing of the target.
+    """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return
     if not isinstance(found, dict) or not isinstance(found.get("architectures"), list):
         return
+    name, own = next(map(str, found["architectures"][:1]), ""), found.get("speculators_config")
+    if isinstance(own, dict):
+        yield from _own_drafter(own)
+    elif any(word in name.lower() for word in DRAFTER_WORDS):
+        yield f"drafter={name}"
+    else:
+        yield from _target(found, name)
+
+
+def _own_drafter(own: Mapping[str, Any]) -> Iterator[str]:
+    """What the configuration of the library `speculators` says of its drafter and of the model that it drafts for."""
+    yield "own-drafter=true"
+    yield f"method={own.get('algorithm') or 'unnamed'}"
+    proposals = [each for each in _list(own.get("proposal_methods")) if isinstance(each, dict)]
+    if proposals and isinstance(drafts := proposals[0].get("speculative_tokens"), int):
+        yield f"num-speculative-tokens={drafts}"
+    verifier = own.get("verifier")
+    if isinstance(verifier, dict) and isinstance(served := verifier.get("name_or_path"), str) and served:
+        yield f"model={served}"
+
+
+def _target(found: Mapping[str, Any], name: str) -> Iterator[str]:
     nested = found.get("text_config")
     inner = nested if isinstance(nested, dict) else found
     layers = {str(kind) for key in ("layer_types", "layers_block_type") for kind in _list(inner.get(key))}
-    yield f"model={next(map(str, found['architectures']), '')}"
+    yield f"model={name}"
     if layers & set(RECURRENT):
         yield "hybrid=true"
-    own = found.get("speculators_config")
-    yield f"own-drafter={'false' if own is None else 'true'}"
-    if isinstance(own, dict):
-        yield f"method={own.get('algorithm') or 'unnamed'}"
+    elif layers and layers <= set(ATTENTION):
+        yield "hybrid=false"
+    elif (hybrid := is_hybrid(name)) is not None:
+        yield f"hybrid={str(hybrid).lower()}"
+    yield "own-drafter=false"
 
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _comments(text: str) -> str:
-    """The service file itself for what it says beside commands, without lines that would be read as one."""
-    commands = ("vllm serve", "api_server", "--")
-    return "\n".join(line for line in text.splitlines() if not any(word in line for word in commands))
-
-
-def _services(text: str) -> Iterator[str]:
-    """The command line of each container in a compose or Kubernetes file; none where it is no YAML."""
-    import yaml
-
-    try:
-        for document in yaml.safe_load_all(text):
-            for container in _containers(document):
-                yield " ".join(_line(container))
-    except (yaml.YAMLError, RecursionError, ValueError, TypeError, OverflowError):
-        return
-
-
-def _containers(document: Any) -> Iterator[Mapping[Any, Any]]:
-    """Mappings that start something; a document of more nodes than any service file has is cut off."""
-    open_nodes, seen = [document], 0
-    while open_nodes and seen < MOST_NODES:
-        node = open_nodes.pop()
-        seen += 1
-        if isinstance(node, Mapping):
-            if {"command", "args", "entrypoint"} & node.keys() or "vllm" in str(node.get("image", "")):
-                yield node
-            open_nodes.extend(node.values())
-        elif isinstance(node, list):
-            open_nodes.extend(node)
-
-
-def _line(container: Mapping[Any, Any]) -> Iterator[str]:
-    yield from _variables(container.get("environment") or container.get("env"))
-    words = [word for key in ("entrypoint", "command", "args") for word in _words(container.get(key))]
-    command = " ".join(words)
-    if "vllm serve" not in command and "api_server" not in command:
-        image = str(container.get("image", "")).rpartition("/")[2]
-        tag = image.partition(":")[2]
-        yield f"vllm/vllm-openai:{tag}" if tag else "vllm/vllm-openai"
-    yield command
-
-
-def _words(value: Any) -> list[str]:
-    """Arguments as a shell has them; a string is one or several already."""
-    if isinstance(value, str):
-        return [" ".join(value.replace("\\\n", " ").split("\n"))]
-    texts = [str(word) for word in value] if isinstance(value, list) else []
-    return [text if " " in text and "serve" in text else shlex.quote(text) for text in texts]
-
-
-def _variables(value: Any) -> Iterator[str]:
-    pairs = value.items() if isinstance(value, Mapping) else ()
-    for name, content in pairs:
-        yield f"{name}={shlex.quote(str(content))}"
-    for each in value if isinstance(value, list) else ():
-        if isinstance(each, Mapping) and "name" in each:
-            yield f"{each['name']}={shlex.quote(str(each.get('value', '$?')))}"
-        elif isinstance(each, str) and "=" in each:
-            yield each
 
 
 def is_tree(text: str) -> bool:

@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from packaging.version import InvalidVersion, Version
 
 from specmortem.errors import BadInputError
-from specmortem.exposure import Config
+from specmortem.exposure import Config, is_hybrid
+from specmortem.exposure.config import plain
 from specmortem.statements.launch import fill, launches, says_anything
 from specmortem.tools.check.inputs import Input
 
-APART = ("version", "model", "speculation", "runner", "pipeline", "drafts", "cache_mode", "gpu")
+APART = ("version", "speculation", "runner", "pipeline", "drafts", "cache_mode", "gpu")
 MOST_CASES = 64
 OPTION = "--vllm"
+ARCHITECTURE = re.compile(r"\w+(?:For[A-Z]\w+|Model|LM)")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ def _joined(whole: Sequence[Understood], parts: Sequence[Understood]) -> list[Un
     cases = list(whole)
     for part in parts:
         fitting = [at for at, case in enumerate(cases) if _fits(case.config, part.config)]
+        if ARCHITECTURE.fullmatch(part.config.model) and len({cases[at].config.model for at in fitting}) > 1:
+            fitting = []  # it is of one of them, and nothing says of which
         for at in fitting:
             name = (
                 cases[at].name
@@ -68,7 +72,19 @@ def _joined(whole: Sequence[Understood], parts: Sequence[Understood]) -> list[Un
 def _fits(one: Config, other: Config) -> bool:
     """Whether nothing that both state differs."""
     pairs = ((getattr(one, name), getattr(other, name)) for name in APART)
-    return all(a == b for a, b in pairs if a not in (None, "") and b not in (None, ""))
+    return _same_model(one.model, other.model) and all(
+        a == b for a, b in pairs if a not in (None, "") and b not in (None, "")
+    )
+
+
+def _same_model(one: str, other: str) -> bool:
+    """Whether two names may be of one model; an architecture is of any that has as much recurrence."""
+    if not one or not other or plain(one) == plain(other):
+        return True
+    if not (ARCHITECTURE.fullmatch(one) or ARCHITECTURE.fullmatch(other)):
+        return False
+    kinds = {is_hybrid(one), is_hybrid(other)} - {None}
+    return len(kinds) < 2
 
 
 def _on(case: Understood, release: str) -> Understood:
