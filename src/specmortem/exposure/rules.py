@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from specmortem.exposure.resolve import resolve
 
 Reachable = Literal["yes", "no", "unknown"]
 Effect = Literal["crash", "text", "drafts", "link", "unseen"]
+TRTLLM = re.compile(r"(?i)trtllm|^--?(?:attention[-_]config|ac)\b")
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,14 @@ def _drafted_by(*families: str) -> Condition:
 
 def _plans(c: Config) -> bool | None:
     """Whether decode of FlashInfer plans on this GPU (vllm/utils/flashinfer.py, supports_trtllm_attention:
-    sm_100 never; sm_90 until 0.24.0, 0.25.1:389-394; sm_120 until 0.27.1, 0.28.0:410-414).
+    sm_100 never; sm_90 until 0.24.0, 0.25.1:389-394; sm_120 until 0.27.1, 0.28.0:410-414). What turns those kernels
+    off (VLLM_USE_TRTLLM_ATTENTION, --attention-config) is not read.
     """
     if c.gpu is None:
         return None
-    if c.gpu // 10 == 10:
-        return False
-    bound = {9: "0.25.0", 12: "0.28.0"}.get(c.gpu // 10)
-    return True if bound is None else c.before(bound)
+    bound = {9: "0.25.0", 10: "0", 12: "0.28.0"}.get(c.gpu // 10)
+    plans = True if bound is None else False if bound == "0" else c.before(bound)
+    return None if plans is False and any(TRTLLM.search(each) for each in c.unknown) else plans
 
 
 def _speculates(c: Config) -> bool | None:

@@ -137,7 +137,7 @@ def _command(command: ShellCommand) -> Config:
     notes.words(words(command.text))
     found = notes.config()
     whole = command.firm and command.whole and not found.unknown and CUT.search(command.text) is None
-    return replace(found, launched=command.firm, complete=whole)
+    return replace(found, launched=True, complete=whole)
 
 
 def _loose(lines: Sequence[str]) -> Config:

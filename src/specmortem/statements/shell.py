@@ -24,7 +24,7 @@ FRONT = compile_text(
     r"|(?:source|\.)\s+\S*activate\b|conda\s+activate\s+\S+|cd\s+\S+"
     r"|(?:sudo|exec|nohup|setsid|time|env|export|docker|podman|run|uv|uvx|srun|numactl|command|cmd|CMD|entrypoint"
     r"|ENTRYPOINT|ExecStart|RUN|bash|sh|python3?|torchrun|nsys|profile|args|set|then|do|and|&&|;)\b[:=]?"
-    r"|&&|;|\S*/|-m|\s)+"
+    r"|&|;|\S*/|-m|\s)+"
 )
 FLAG = re.compile(r"(?<!\S)--?[A-Za-z]")
 POSITIONAL = re.compile(r"vllm\s+serve\s+[\w./-]*[\w/]|vllm/vllm-openai(?:[:@]\S+)?[ \t]+[\w.-]+/[\w./-]*\w")
