@@ -44,6 +44,10 @@ SENTENCES = (
     "mamba_cache_mode none was fine before the upgrade",
     "thanks for looking into this!",
     "> quoted: turn off CUDA graphs, use eager mode instead",
+    "Then we set VLLM_USE_V2_MODEL_RUNNER=0 and it went away.",
+    "VLLM_USE_V2_MODEL_RUNNER=1 fixed it for us",
+    "The B200 box shows nothing of it.",
+    "works on H100",
 )
 FLAGS = (
     "--frobnicate 3", "--speculative-confg none", "--async_scheduling_off", "--api-key sk-x", "--port 8001",
@@ -93,9 +97,27 @@ def _broken_line(rng: random.Random, text: str) -> str:
     return text.replace(" --", " \\\n  --")
 
 
+AFTER = (
+    " # --no-enable-prefix-caching -pp 1", "; echo --no-async-scheduling", " | tee --enforce-eager log",
+    " works with --no-async-scheduling", " (fine with -pp 1)", " > log.txt 2>&1 &",
+    " && vllm serve x/y --no-enable-prefix-caching --max-num-seqs 1",
+)  # fmt: skip
+
+
+def _after(rng: random.Random, text: str) -> str:
+    """What may follow a command on its line without being of it."""
+    head, _, rest = text.partition("\n")
+    return f"{head}{rng.choice(AFTER)}" + (f"\n{rest}" if rest else "")
+
+
+def _same_line(rng: random.Random, text: str) -> str:
+    """Another launch on the line of this one."""
+    return f"{rng.choice(configurations()).launch}{rng.choice((' && ', '; ', ' & '))}{text}"
+
+
 NOISE: tuple[Mutation, ...] = (
     _line(SENTENCES), _line(SENTENCES), _line(LOG_LINES), _flag, _variable, _other_launch, _fenced, _prompt,
-    _broken_line,
+    _broken_line, _after, _same_line,
 )  # fmt: skip
 
 

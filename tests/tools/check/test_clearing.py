@@ -257,4 +257,30 @@ def test_the_drafters_model_in_a_log_is_not_the_target():
 
 @pytest.mark.parametrize("form", ["({})", "**{}**", "<{}>", "={}=", "0{}", "{}x", "{}.dev1", "{}rc1"])
 def test_a_release_that_is_not_read_clears_nothing(form):
-    assert cleared(exposure(SHIFTED, "0.31.0"), exposure(f"vLLM version {form.format('0.31.0')}\n{SHIFTED}")) == []
+    assert (
+        cleared(exposure(SHIFTED, "0.31.0"), exposure(f"vLLM version {form.format('0.31.0')}\n{SHIFTED}"))
+        == []
+    )
+
+
+@pytest.mark.parametrize("mark", ["\x1b[1m", "\x1b]0;a title\x07", "\x9b0m", "\u202e", "\x1b[0m\r"])
+def test_colours_of_a_terminal_are_not_part_of_a_launch(mark):
+    """Went wrong: the semicolon in a title's escape ended the command before its flags."""
+    assert exposure(SHIFTED.replace(" -pp", f"{mark} -pp"), "0.31.0") == exposure(SHIFTED, "0.31.0")
+
+
+def test_arguments_as_the_kernel_keeps_them():
+    """/proc/PID/cmdline has NUL between arguments."""
+    words = [
+        "vllm",
+        "serve",
+        "Qwen/Qwen3.5-27B",
+        "-pp",
+        "2",
+        "-sc.method",
+        "mtp",
+        "-sc.num_speculative_tokens",
+        "3",
+        "",
+    ]
+    assert exposure("\0".join(words), "0.31.0") == exposure(SHIFTED, "0.31.0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from specmortem import __version__
 from specmortem.affected.answers import Answer, IncidentAnswer, joint
@@ -82,10 +83,15 @@ def github(report: CheckReport) -> str:
         for one in each.answers.incidents:
             if one.answer != "not-affected":
                 told = "; ".join(f"{title(one.incident, c.cause)} ({c.why})" for c in one.deciding)
-                place = f"file={_property(each.name)}," if Path(each.name).is_file() else ""
+                place = f"file={_property(_file(each))}," if Path(_file(each)).is_file() else ""
                 head = f"::{LEVELS[one.answer]} {place}title={_property(f'{one.incident}: {one.answer}')}::"
                 lines.append(f"{head}{_data(told)}")
     return "\n".join([*lines, f"::notice::{_data(counts(report))}"]) + "\n"
+
+
+def _file(each: Checked) -> str:
+    """The first of the inputs that a launch is from."""
+    return each.name.partition(" + ")[0]
 
 
 def _data(text: str) -> str:
@@ -118,7 +124,7 @@ def sarif(report: CheckReport) -> str:
 
 
 def _result(each: Checked, one: IncidentAnswer, cause: str, why: str) -> dict[str, Any]:
-    place = {"physicalLocation": {"artifactLocation": {"uri": each.name.replace(" ", "%20")}}}
+    place = {"physicalLocation": {"artifactLocation": {"uri": quote(_file(each))}}}
     told = f"{one.incident} {one.answer}: {title(one.incident, cause)}; {why}"
     level = {"notice": "note"}.get(LEVELS[one.answer], LEVELS[one.answer])
     return {"ruleId": cause, "level": level, "message": {"text": told}, "locations": [place]}

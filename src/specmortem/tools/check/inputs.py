@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,10 @@ LATER = (
     "vllm serve", "api_server", "vllm/vllm-openai", "non-default args", "with config: model", "LLM engine (v",
     "API server version", "VLLM_USE_V2_MODEL_RUNNER", "attention backend", "Mamba cache mode", "V2 Model Runner",
 )  # fmt: skip
+TERMINAL = re.compile(
+    r"\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b.?|[\u202a-\u202e\u2066-\u2069\ufeff]"
+)
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 RECURRENT = (
     "linear_attention",
     "mamba",
@@ -53,9 +58,15 @@ def read(path: str) -> list[Input]:
 
 def inputs(name: str, text: str) -> list[Input]:
     """The text; one for each container of a service file; of a model's configuration what it says of a launch."""
+    name, text = printable(name), printable(text)
     if len(text) <= MODEL_BYTES and text.lstrip().startswith("{") and '"architectures"' in text:
         return [Input(name, "\n".join(_model(text)) or text)]
     return [Input(name, each) for each in containers(text) or [text]]
+
+
+def printable(text: str) -> str:
+    """The text without what moves a cursor, colours or turns direction; NUL, as between arguments, is a space."""
+    return CONTROL.sub(" ", TERMINAL.sub("", text))
 
 
 def _kept(path: str) -> Iterator[str]:
