@@ -20,7 +20,14 @@ from specmortem.errors import BadInputError, UnavailableError
 from specmortem.exposure import Config, Runner
 from specmortem.statements.config import version_of
 from specmortem.statements.flags import RUNNER, VARIABLES, Notes, literal, runner_of, words
-from specmortem.statements.shell import COMMAND, ELSEWHERE, LONGEST_COMMAND, ShellCommand, commands_in
+from specmortem.statements.shell import (
+    COMMAND,
+    ELSEWHERE,
+    LONGEST_COMMAND,
+    ShellCommand,
+    commands_in,
+    without_end,
+)
 from specmortem.statements.signs import all_signs, book_of, log_signs
 
 MAX_BYTES = 4 << 20
@@ -125,6 +132,7 @@ def _commands(lines: Sequence[str]) -> Iterator[ShellCommand]:
         following = list(takewhile(FOLLOWS.match, lines[number + 1 : number + 1 + MOST_FLAGS]))
         if following and COMMAND.search(line):
             yield from commands_in(" ".join([line.rstrip("\\ "), *following]))
+            yield from commands_in(" ".join(map(without_end, [line, *following])))
         yield from commands_in(line)
 
 

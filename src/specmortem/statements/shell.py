@@ -80,6 +80,13 @@ def commands_in(line: str) -> Iterator[ShellCommand]:
             before = start + length
 
 
+def without_end(line: str) -> str:
+    """A line without what ends its first command, as a comment behind a backslash."""
+    found = COMMAND.search(line)
+    start = found.start() if found else 0
+    return line[: start + _end(line[start:])].rstrip("\\ ")
+
+
 def _command(front: str, text: str, *, escaped: bool) -> ShellCommand:
     firm = len(front) < LONGEST_COMMAND and FRONT.fullmatch(f"{front} ") is not None
     text = re.sub(r'\\(["\\$`])', r"\1", text) if escaped else text

@@ -284,3 +284,10 @@ def test_arguments_as_the_kernel_keeps_them():
         "",
     ]
     assert exposure("\0".join(words), "0.31.0") == exposure(SHIFTED, "0.31.0")
+
+
+@pytest.mark.parametrize("after", [" # the model", " > log.txt 2>&1 &", " | tee log", " && echo up"])
+def test_a_comment_behind_a_backslash_loses_no_flag(after):
+    """Went wrong in the large run: the flags on the lines below were cut off with the comment."""
+    text = f"{HYBRID} \\{after}\n  -pp 2 \\{after}\n  {MTP}\n"
+    assert exposure(text, "0.31.0")["pp-align-copy"] == "affected"
