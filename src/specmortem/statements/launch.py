@@ -132,7 +132,8 @@ def _commands(lines: Sequence[str]) -> Iterator[ShellCommand]:
         following = list(takewhile(FOLLOWS.match, lines[number + 1 : number + 1 + MOST_FLAGS]))
         if following and COMMAND.search(line):
             yield from commands_in(" ".join([line.rstrip("\\ "), *following]))
-            yield from commands_in(" ".join(map(without_end, [line, *following])))
+            below = " ".join(rest for each in following for rest in without_end(each))
+            yield from (made for head in without_end(line) for made in commands_in(f"{head} {below}"))
         yield from commands_in(line)
 
 

@@ -80,11 +80,11 @@ def commands_in(line: str) -> Iterator[ShellCommand]:
             before = start + length
 
 
-def without_end(line: str) -> str:
-    """A line without what ends its first command, as a comment behind a backslash."""
-    found = COMMAND.search(line)
-    start = found.start() if found else 0
-    return line[: start + _end(line[start:])].rstrip("\\ ")
+def without_end(line: str) -> Iterator[str]:
+    """A line up to where each of its commands ends, without what ends it, as a comment behind a backslash."""
+    starts = [found.start() for found in islice(COMMAND.finditer(line), MOST_IN_A_LINE)] or [0]
+    for start in starts:
+        yield line[: start + _end(line[start : start + LONGEST_COMMAND])].rstrip("\\ ")
 
 
 def _command(front: str, text: str, *, escaped: bool) -> ShellCommand:

@@ -291,3 +291,4 @@ def test_a_comment_behind_a_backslash_loses_no_flag(after):
     """Went wrong in the large run: the flags on the lines below were cut off with the comment."""
     text = f"{HYBRID} \\{after}\n  -pp 2 \\{after}\n  {MTP}\n"
     assert exposure(text, "0.31.0")["pp-align-copy"] == "affected"
+    assert exposure(f"{DENSE}; {text}", "0.31.0")["pp-align-copy"] == "affected"
