@@ -51,7 +51,9 @@ def test_the_worst_answer_is_that_of_all(given, found):
 
 
 @pytest.mark.parametrize("status", STATUSES)
-@pytest.mark.parametrize(("rule", "reach"), [(YES, "yes"), (NO, "no"), (ASK, "unknown")], ids=str)
+@pytest.mark.parametrize(
+    ("rule", "reach"), [(YES, "yes"), (NO, "no"), (ASK, "unknown")], ids=["yes", "no", "unknown"]
+)
 def test_a_cause_is_affected_only_where_it_faults_and_is_reached(monkeypatch, status, rule, reach):
     judged = toy(monkeypatch, {"cause": rule})(cause=status)
     expected = {

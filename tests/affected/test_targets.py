@@ -22,13 +22,20 @@ from specmortem.statements.launch import parse
 NAMED = [each.name for each in matrix.configurations()]
 OF = {each.name: each for each in matrix.configurations()}
 DROPPED = "no --speculative-config"
+ADDED = re.compile(r"--speculative-config '\{…, (.*)\}'")
 
 
 def followed(launch: str, flags: tuple[str, ...]) -> str:
     """The command as an operator changes it."""
     for flag in flags:
-        bare = re.sub(r" --speculative-config '[^']*'", "", launch)
-        launch = bare if flag == DROPPED else f"{launch} {flag}"
+        if flag == DROPPED:
+            launch = re.sub(r" --speculative-config '[^']*'", "", launch)
+        elif added := ADDED.fullmatch(flag):
+            launch = re.sub(
+                r"(--speculative-config '[^']*)\}'", lambda m, key=added[1]: f"{m[1]}, {key}}}'", launch
+            )
+        else:
+            launch = f"{launch} {flag}"
     return launch
 
 
@@ -170,9 +177,9 @@ def test_a_model_that_may_name_a_drafter_is_not_told_to_drop_the_flag(model, off
     ("release", "runner", "flag"),
     [
         ("0.20.2", "v1", "--attention-backend FLASH_ATTN"),
-        ("0.21.0", "v1", "--speculative-config.attention_backend FLASH_ATTN"),
+        ("0.21.0", "v1", '--speculative-config \'{…, "attention_backend": "FLASH_ATTN"}\''),
         ("0.29.0", "v2", "--attention-backend FLASH_ATTN"),
-        ("0.30.0", "v2", "--speculative-config.attention_backend FLASH_ATTN"),
+        ("0.30.0", "v2", '--speculative-config \'{…, "attention_backend": "FLASH_ATTN"}\''),
     ],
 )
 def test_the_backend_of_the_drafter_is_set_where_its_release_reads_it(release, runner, flag):

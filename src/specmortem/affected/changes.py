@@ -42,8 +42,12 @@ def _speculates(config: Config) -> bool:
 
 
 def _key(name: str, value: str) -> Callable[[Config], tuple[str, ...]]:
-    """A key of --speculative-config; the rest of its value stays as it is."""
-    return lambda config: (f"--speculative-config.{name} {value}",)
+    """A key of --speculative-config beside those that are there.
+
+    Not with a dot: vLLM puts such keys into a value of their own, which replaces the other one whole
+    (vllm/utils/argparse_utils.py, 0.24.0:415-424).
+    """
+    return lambda config: (f"--speculative-config '{{…, \"{name}\": {value}}}'",)
 
 
 def _one_backend(config: Config) -> bool:
@@ -70,7 +74,7 @@ CHANGES: tuple[LaunchChange, ...] = (
         _one_backend,
     ),
     LaunchChange(
-        _key("attention_backend", OTHER_BACKEND),
+        _key("attention_backend", f'"{OTHER_BACKEND}"'),
         {"draft_attention": OTHER_BACKEND},
         FLASH_COST,
         1,

@@ -192,7 +192,9 @@ def test_no_advice_is_taken_from_the_text(advice):
 
 
 def test_a_launch_that_is_not_affected_gets_no_advice():
-    mitigation, outputs = forms(logs.DFLASH.replace("v0.22.1", "v0.25.1"))
+    launch = 'vllm serve Qwen/Qwen3.6-35B-A3B --speculative-config \'{"method": "mtp", "num_speculative_tokens": 1}\''
+    fault = "\n".join(line for line in logs.DFLASH.splitlines() if "with config" not in line)
+    mitigation, outputs = forms(f"{launch}\n\nvLLM version: 0.25.1\n\n{fault}")
     assert mitigation["answer"] == "not-affected"
     assert all("no mitigation: by the verdicts on record the launch that" in output for output in outputs[:3])
     assert not any("safe on vLLM" in output for output in outputs)
