@@ -172,13 +172,21 @@ def is_heading(line: str) -> bool:
     return bare and TALK.search(line) is None and SENTENCE.search(line) is None
 
 
+def _apart(line: str, *, whole: bool) -> tuple[str, str]:
+    """What of a line states settings, and what is a sentence, as one behind the end of a command."""
+    if COMMAND.search(line):
+        end = max(map(len, without_end(line)))
+        return line[:end], line[end:]
+    return (line, "") if states(line) or (whole and is_heading(line)) else ("", line)
+
+
 def _lines(lines: Sequence[str], *, whole: bool) -> list[Config]:
     """What log lines and reports say beside commands, once for each release that they name."""
     signs = log_signs() if whole else all_signs()
     stated, told = Notes(), Notes(firm=False)
-    firm = [states(line) or (whole and is_heading(line)) for line in lines]
-    stated.lines("\n".join(line if counts else "" for line, counts in zip(lines, firm, strict=True)), signs)
-    told.lines("\n".join("" if counts else line for line, counts in zip(lines, firm, strict=True)), signs)
+    parts = [_apart(line, whole=whole) for line in lines]
+    stated.lines("\n".join(part for part, _ in parts), signs)
+    told.lines("\n".join(part for _, part in parts), signs)
     found = fill(stated.config(), told.config())
     if whole:  # of another release a launch is made
         found = replace(found, prose=found.prose - {"version"})

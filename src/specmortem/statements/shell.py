@@ -84,7 +84,7 @@ def without_end(line: str) -> Iterator[str]:
     """A line up to where each of its commands ends, without what ends it, as a comment behind a backslash."""
     starts = [found.start() for found in islice(COMMAND.finditer(line), MOST_IN_A_LINE)] or [0]
     for start in starts:
-        yield line[: start + _end(line[start : start + LONGEST_COMMAND])].rstrip("\\ ")
+        yield line[: start + _end(line[start : start + LONGEST_COMMAND])].rstrip("\\ &")
 
 
 def _command(front: str, text: str, *, escaped: bool) -> ShellCommand:

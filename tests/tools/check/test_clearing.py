@@ -292,3 +292,24 @@ def test_a_comment_behind_a_backslash_loses_no_flag(after):
     text = f"{HYBRID} \\{after}\n  -pp 2 \\{after}\n  {MTP}\n"
     assert exposure(text, "0.31.0")["pp-align-copy"] == "affected"
     assert exposure(f"{DENSE}; {text}", "0.31.0")["pp-align-copy"] == "affected"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}; The B200 box shows nothing of it.",
+        "{} & > The B200 box shows nothing of it.",
+        "{} && The B200 box shows nothing of it.",
+    ],
+)
+def test_a_card_that_a_sentence_names_behind_a_command_is_not_its_card(line):
+    """It was taken for the launch's, and a card of another family plans nothing on the host."""
+    launch = f"{HYBRID} {MTP}"
+    assert exposure(launch, "0.23.0")["mtp-draft-loop"] == "unknown"
+    assert exposure(line.format(launch), "0.23.0")["mtp-draft-loop"] == "unknown"
+
+
+def test_flags_below_a_command_that_went_to_the_background_are_its_flags():
+    """The line ended at its ampersand, and the drafter below was lost."""
+    text = "{} \\ > log.txt 2>&1 &; echo --no-async-scheduling -v\n  {}"
+    assert exposure(text.format(HYBRID, MTP), "0.23.0")["async-accepted-counts"] == "affected"
