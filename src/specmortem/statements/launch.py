@@ -173,10 +173,9 @@ def is_heading(line: str) -> bool:
 
 
 def _apart(line: str, *, whole: bool) -> tuple[str, str]:
-    """What of a line states settings, and what is a sentence, as one behind the end of a command."""
+    """What of a line states settings, and what may be a sentence, as one before or behind a command."""
     if COMMAND.search(line):
-        end = max(map(len, without_end(line)))
-        return line[:end], line[end:]
+        return " ".join(command.text for command in commands_in(line) if command.firm), line
     return (line, "") if states(line) or (whole and is_heading(line)) else ("", line)
 
 

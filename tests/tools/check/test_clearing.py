@@ -300,9 +300,11 @@ def test_a_comment_behind_a_backslash_loses_no_flag(after):
         "{}; The B200 box shows nothing of it.",
         "{} & > The B200 box shows nothing of it.",
         "{} && The B200 box shows nothing of it.",
+        "The B200 box shows nothing of it. && vllm serve x/y --max-num-seqs 1\n{}",
+        "# works on H100 && vllm serve x/y --max-num-seqs 1\n{}",
     ],
 )
-def test_a_card_that_a_sentence_names_behind_a_command_is_not_its_card(line):
+def test_a_card_that_a_sentence_names_beside_a_command_is_not_its_card(line):
     """It was taken for the launch's, and a card of another family plans nothing on the host."""
     launch = f"{HYBRID} {MTP}"
     assert exposure(launch, "0.23.0")["mtp-draft-loop"] == "unknown"
