@@ -228,3 +228,20 @@ def test_a_release_that_is_not_on_record_is_never_clean_offline(monkeypatch, tmp
         assert "not-affected" not in answers(json.loads(result.stdout)).values() or release != "0.18.0"
     else:
         assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_folder_without_the_files_is_not_judged_and_never_clean(monkeypatch):
+    """Its verdict is absent and unavailable at once: the wrong folder was given, not a vLLM without the code."""
+    from specmortem import judge
+    from specmortem.tools.check.report import judged_now
+    from specmortem.verdict import Verdict
+
+    def verdicts(pairs):
+        return [
+            Verdict.not_judged("no such file", absent="vllm/x.py", unavailable=lost) for lost in (True, False)
+        ]
+
+    monkeypatch.setattr(judge, "judge_many", verdicts)
+    found = judged_now("tree:/x", ["batch-row-index", "stale-count-none"])
+    assert found("batch-row-index").status == "not-judged"
+    assert found("stale-count-none").status == "not-present"

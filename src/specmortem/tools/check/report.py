@@ -11,7 +11,7 @@ from specmortem.affected.released import KnownVerdict, released
 from specmortem.affected.targets import Advice, Target, advise
 from specmortem.affected.words import missing
 from specmortem.exposure import Config, resolve
-from specmortem.incident import all_incidents, facts
+from specmortem.incident import causes, facts, reaches
 from specmortem.tools.check.understand import Understood
 
 EXIT_CODES: dict[Answer, int] = {"not-affected": 0, "affected": 1, "unknown": 3}
@@ -114,7 +114,7 @@ def check(cases: Sequence[Understood], subject: str = "", judge: Judge | None = 
 def _checked(case: Understood, subject: str, judge: Judge | None) -> Checked:
     config = case.config
     if subject and judge:
-        verdicts = judge(subject, [cause for cause, _ in _reachable(config)])
+        verdicts = judge(subject, _reachable(config))
         answers = answer(config, verdicts)
         return Checked(case.name, config, answers, _moves_only(config), subject)
     return Checked(case.name, config, answer(config, of_release(config.version)), advise(config))
@@ -126,26 +126,20 @@ def _moves_only(config: Config) -> Advice:
     return Advice(None, advice.move)
 
 
-def _reachable(config: Config) -> list[tuple[str, str]]:
-    """Causes that a probe judges and that the launch may reach, with their incidents."""
-    return [
-        (probe.cause, one.slug)
-        for one in all_incidents().values()
-        for probe in one.probes
-        if one.exposure[probe.cause].reaches(config).reachable != "no"
-    ]
+def _reachable(config: Config) -> list[str]:
+    """Causes that a probe judges and that the launch may reach; one without a rule may be reached by any."""
+    return [cause for cause in causes() if reaches(cause, config).reachable != "no"]
 
 
-def judged_now(subject: str, causes: Sequence[str]) -> Verdicts:
+def judged_now(subject: str, wanted: Sequence[str]) -> Verdicts:
     """Verdicts of this moment on a tree, an archive or what is installed."""
     from specmortem.judge import judge_many
+    from specmortem.judge.work import is_absent
 
-    found = judge_many([(cause, subject) for cause in causes])
+    found = judge_many([(cause, subject) for cause in wanted])
     known = {
-        cause: KnownVerdict(
-            "not-present" if verdict.evidence.detail.get("absent") else verdict.outcome, subject
-        )
-        for cause, verdict in zip(causes, found, strict=True)
+        cause: KnownVerdict("not-present" if is_absent(verdict) else verdict.outcome, subject)
+        for cause, verdict in zip(wanted, found, strict=True)
     }
     return lambda cause: known.get(cause) or KnownVerdict("not-judged", f"not judged on {subject}")
 
